@@ -86,6 +86,7 @@ class MoverRig:
         target: int,
         slots: Sequence[int],
         seconds: float = SOON,
+        prefetch: bool = False,
     ) -> Transfer:
         """Key `slot` from slot `slot` to slot `slot`, for each of these."""
         self._ids += 1
@@ -100,11 +101,16 @@ class MoverRig:
             source_spec=specs[source](list(slots)),
             target_spec=specs[target](list(slots)),
             deadline=time.monotonic() + seconds,
+            prefetch=prefetch,
         )
 
     def load(self, slots: Sequence[int], source: int = NEAR, seconds: float = SOON) -> int:
         """Submit a load into host memory that must be accepted; its id."""
         return self.submit(self.transfer(TransferKind.LOAD, source, HOST, slots, seconds))
+
+    def prefetch(self, slots: Sequence[int], source: int = NEAR) -> int:
+        """Submit a load that nobody waits for yet, and that must be accepted; its id."""
+        return self.submit(self.transfer(TransferKind.LOAD, source, HOST, slots, prefetch=True))
 
     def store(self, slots: Sequence[int], target: int = NEAR, seconds: float = SOON) -> int:
         """Submit a store from host memory that must be accepted; its id."""

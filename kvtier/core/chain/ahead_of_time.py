@@ -78,8 +78,9 @@ class AheadOfTime:
         the tiers between are told when they are used."""
         if not settled.move.ahead:
             return settled.committed
-        if not self.warm_up.settled(settled):
-            self.prefetches.settled(settled, now)
+        if self.warm_up.settled(settled):
+            return [] if settled.move.prefetch else settled.committed
+        self.prefetches.settled(settled, now)
         return []
 
     def step(self, now: float) -> None:

@@ -160,15 +160,22 @@ class Prefetches:
         held = sum(self._in_flight) + len(self._unused)
         queued = max(1, self._queues[source] // QUEUE_SHARE) - flying
         room = min(blocks, self.share.blocks - held, queued, self._promises.room())
-        if room <= 0 or (flying and self.seconds(source) > AHEAD_S):
+        if room <= 0 or (flying and self._busy_seconds(source) > AHEAD_S):
             return 0
         return self._takes(room)
 
-    def seconds(self, source: int) -> float:
-        """How long the link from a tier is still at what is being prefetched, as far as known."""
-        if self._costs is None or not self._in_flight[source]:
+    def _busy_seconds(self, source: int) -> float:
+        if self._costs is None:
             return 0.0
         return self._costs.load_seconds(self._tally.moved[source], self._bytes[source])
+
+    def takes_seconds(self, sizes: Sequence[int]) -> float:
+        """How long it takes until so many more bytes have come from each tier, as far as known."""
+        if self._costs is None:
+            return 0.0
+        links = zip(self._tally.moved, sizes, self._bytes, strict=True)
+        taking = [self._costs.load_seconds(link, a + b) for link, a, b in links if a + b]
+        return max(taking, default=0.0)
 
     def _takes(self, blocks: int) -> int:
         """For how many of so many host memory has room without losing what is hotter: what waiting
@@ -202,6 +209,17 @@ class Prefetches:
             wish.served = served
             self._over.append(wish)
 
+    def stop(self, request: str) -> None:
+        """What is not here yet will not be in time: bring no more of it. What is here stays."""
+        wish = self._wishes.get(request)
+        if wish is None:
+            return
+        moving = {key for move, _ in self._moves.values() if move.prefetch for key in move.keys}
+        here = [key for key in wish.keys if key not in moving]
+        self.end(request, served=True)
+        self._wishes[request] = Wish(keys=here, left=[])
+        self._wanted.update(here)
+
     def give_way(self) -> None:
         """A load lacks room: it gets what prefetches hold that nobody has joined."""
         self._give_way = any(move.prefetch for move, _ in self._moves.values())
@@ -213,15 +231,16 @@ class Prefetches:
 
     # -- what becomes of it --------------------------------------------------------------------
 
-    def joined(self, move: Move, keys: Iterable[BlockKey]) -> None:
-        """A load waits for these blocks of a move."""
-        if not move.ahead:
-            return
-        self._joined.update(keys)
+    def joined(self, move: Move, keys: Collection[BlockKey]) -> None:
+        """A load waits for a move, for those of its blocks that are among these keys."""
+        known = self._moves.get(move.transfer.id)
+        if known is not None:
+            self._joined.update(key for key in move.keys if key in keys)
         if move.prefetch:
             self._promotion.hasten(move)
-            began = self._moves[move.transfer.id][1]
-            self._save(sum(self._tally.sizes(move.keys)), move.transfer.source, began, None)
+            if known is not None:
+                size = sum(self._tally.sizes(move.keys))
+                self._save(size, move.transfer.source, known[1], None)
 
     def found(self, keys: Sequence[BlockKey]) -> None:
         """A load takes these from host memory."""
