@@ -75,9 +75,12 @@ class NvmeTier(SerializedTier):
     touch = serialized(SlabTier.touch)
     carry_uses = serialized(SlabTier.carry_uses)
     victims = serialized(SlabTier.victims)
+    victims_within = serialized(SlabTier.victims_within)
     take_events = serialized(SlabTier.take_events)
     take_recovered = serialized(SlabTier.take_recovered)
     forget_recovered = serialized(SlabTier.forget_recovered)
+    take_hottest = serialized(SlabTier.take_hottest)
+    forget_hottest = serialized(SlabTier.forget_hottest)
 
     # -- updates ---------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from host import Host, main
 class TimedHost(Host):
     """Commands that answer with seconds."""
 
+    _share: Any = None
+
     def first_token(self, prompt: list[int]) -> dict[str, Any]:
         """Seconds from the request to its first token."""
         engine = self._llm.llm_engine
@@ -41,6 +43,35 @@ class TimedHost(Host):
                 seconds = time.perf_counter() - begin
                 found[output.request_id] = (seconds, output.num_cached_tokens or 0)
         return [found[name] for name in names]
+
+    def behind(
+        self, running: list[list[int]], decodes: int, prompts: list[list[int]], tokens: int
+    ) -> list[dict[str, Any]]:
+        """Prompts that come at once while others decode so many tokens: each one's seconds to its
+        first token, and what it is answered."""
+        engine = self._llm.llm_engine
+        decoding = self._add(running, decodes)
+        begun: set[str] = set()
+        while not begun.issuperset(decoding):
+            begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
+        begin = time.perf_counter()
+        names = self._add(prompts, tokens)
+        first: dict[str, float] = {}
+        answers: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - begin)
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        return [{"seconds": first[name], "tokens": answers[name]} for name in names]
+
+    def _add(self, prompts: list[list[int]], tokens: int) -> list[str]:
+        names = []
+        for prompt in prompts:
+            self._serial += 1
+            names.append(f"timed-{self._serial}")
+            given = {"prompt_token_ids": prompt}
+            self._llm.llm_engine.add_request(names[-1], given, self._greedy(tokens))
+        return names
 
     def replay(self, requests: list[tuple[float, list[int]]], tokens: int) -> dict[str, Any]:
         """Prompts that come at their times, whatever the engine is at then. Of each the seconds
@@ -84,6 +115,14 @@ class TimedHost(Host):
         self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
         costs = None if how == "always" else self._weighing
         self._manager.costs = appraiser._costs = patience._costs = costs
+
+    def prefetch(self, on: bool) -> None:
+        """Prefetch for requests that wait, or do not, from now on."""
+        from kvtier.core.chain.prefetch_share import PrefetchShare
+
+        prefetches = self._manager.chain.prefetches
+        self._share = prefetches.share if prefetches.on else self._share
+        prefetches.share = self._share if on else PrefetchShare(0)
 
     def touch_cache(self) -> None:
         """Have all of vLLM's KV cache in memory, as after a while of serving."""

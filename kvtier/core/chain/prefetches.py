@@ -247,7 +247,7 @@ class Prefetches:
         if not self._unused:
             return
         used: dict[int, list[BlockKey]] = {}
-        for key in keys:
+        for key in dict.fromkeys(keys):  # it may be asked for twice
             if key in self._unused:
                 used.setdefault(self._unused[key][0], []).append(key)
         for tier, mine in used.items():

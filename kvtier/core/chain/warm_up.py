@@ -19,8 +19,6 @@ from kvtier.types import BlockKey
 
 UNDER_WAY_BLOCKS = 64
 """The most blocks that are under way at a time: what is served need not wait for more."""
-PATIENCE_S = 10.0
-"""How long an idle engine goes on stepping for tiers that have nothing to tell (yet)."""
 LONGEST_S = 600.0
 """After so long the engine knows better what is hot than the time before its start."""
 
@@ -52,8 +50,8 @@ class WarmUp:
         self._prefetches = prefetches
         self._moves: dict[int, Move] = {}
         self._gives_way = False
-        self._began = self._told = 0.0
-        self.pending = blocks > 0 and len(tiers) > 1
+        self._began = 0.0
+        self.pending = blocks > 0 and any(tier.recovered for tier in tiers[HOST + 1 :])
         """Whether there may be more to be brought."""
         if not self.pending:
             self.end()
@@ -68,12 +66,10 @@ class WarmUp:
         if not self.pending:
             return
         self._began = self._began or now
-        self._told = self._told or now
         if self._free() <= 0 or now > self._began + LONGEST_S:
             self.end()
             return
         if self._mover.down or self._prefetches.busy or any(self._ledger.loading):
-            self._told = max(self._told, now - PATIENCE_S / 2)
             return
         under_way = sum(len(move.keys) for move in self._moves.values())
         for source in range(HOST + 1, len(self._tiers)):
@@ -81,9 +77,8 @@ class WarmUp:
                 told = self._tiers[source].take_hottest(room)
                 if not told:
                     break
-                self._told = now
                 under_way += self._start(source, told, now)
-        if now > self._told + PATIENCE_S and not self._moves:
+        if not self._moves:
             self.end()
 
     def _free(self) -> int:

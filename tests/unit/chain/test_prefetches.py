@@ -58,7 +58,7 @@ def test_what_waits_is_here_when_it_is_asked_for() -> None:
     assert transfer.prefetch
     rig.settle()
     assert rig.resident(0, FAR[:4]) == FAR[:4]
-    load(rig, FAR[:4])
+    load(rig, [*FAR[:4], FAR[0]])
     assert not rig.mover.queue
     over(rig, "a", served=True)
     found = stats(rig)
