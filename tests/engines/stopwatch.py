@@ -58,11 +58,16 @@ class TimedHost(Host):
         names = self._add(prompts, tokens)
         first: dict[str, float] = {}
         answers: dict[str, list[int]] = {}
+        cached: dict[str, int] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - begin)
                 answers[output.request_id] = list(output.outputs[0].token_ids)
-        return [{"seconds": first[name], "tokens": answers[name]} for name in names]
+                cached[output.request_id] = output.num_cached_tokens or 0
+        return [
+            {"seconds": first[name], "tokens": answers[name], "cached": cached[name]}
+            for name in names
+        ]
 
     def _add(self, prompts: list[list[int]], tokens: int) -> list[str]:
         names = []
