@@ -1,12 +1,13 @@
 """Prompts that wait in the engine's queue, with and without prefetching: the first token of each.
 
-    make bench-prefetch     # QUEUED=32 TOKENS=1300 LAYERS=8 HIDDEN=512 ROUNDS=5
-    make bench-prefetch JSON=figures.json DTYPE=float32      # as in benchmarks/vllm.py
+    make bench-prefetch     # QUEUED=32 TOKENS=1300 LAYERS=16 HIDDEN=256 ROUNDS=5
+    make bench-prefetch JSON=figures.json DTYPE=float32      # twice as many bytes a token
 
 Four requests decode, and fill the engine; behind them wait others, whose prompts lie on a disk that
 reads 200 MB/s, or in an S3 server that is 20 ms away and sends 64 MB/s. The four take three
-quarters of the time that the loads of all others do. The contestants take turns in one engine. Then
-the same with prompts that nobody has seen: there is nothing to be prefetched. Answers must be equal.
+quarters of the time that the loads of all others do. The contestants take turns in one engine.
+Then the same with prompts that nobody has seen: there is nothing to be prefetched. Answers must be
+equal.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from object_servers import ACCESS_KEY, SECRET_KEY, rclone
 from benchmarks.report import Report
 from benchmarks.served import DTYPE, Served, folders
 from benchmarks.slow_proxy import slow_proxy
+from benchmarks.throttled_reads import throttle
 
 QUEUED = int(os.environ.get("QUEUED", "32"))
 TOKENS = int(os.environ.get("TOKENS", "1300"))
 UNSEEN_TOKENS = int(os.environ.get("UNSEEN_TOKENS", "192"))
-LAYERS = int(os.environ.get("LAYERS", "8"))
-HIDDEN = int(os.environ.get("HIDDEN", "512"))
+LAYERS = int(os.environ.get("LAYERS", "16"))
+HIDDEN = int(os.environ.get("HIDDEN", "256"))
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 RUNNING = 4
-ANSWER_TOKENS = 4
+ANSWER_TOKENS = 2
 DISK_BYTES, STORE_BYTES, STORE_SECONDS = 200e6, 64e6, 0.020
 BESIDE = 0.75
 """The four take so much of the time that all loads take."""
@@ -52,9 +54,9 @@ class Bench(Served):
         self.report = Report(f"{QUEUED} prompts of {TOKENS} tokens behind {RUNNING}, {DTYPE}")
 
     def engine(self, tier: dict[str, Any]) -> Engine:
-        """With this tier below CPU memory, and the reads of a disk in its own process."""
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB", "name": tier["kind"]}
-        stack = {"version": 1, "name": "bench", "mover": {"mode": "threads"}, "tiers": [cpu, tier]}
+        """With this tier below CPU memory."""
+        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "4GiB", "name": tier["kind"]}
+        stack = {"version": 1, "name": "bench", "tiers": [cpu, tier]}
         return self.start(stack, TOKENS + 1024, max_num_seqs=RUNNING)
 
     def compare(self, engine: Engine, case: str, rate: float | None) -> None:
@@ -71,6 +73,7 @@ class Bench(Served):
         decodes = max(8, min(900, int(BESIDE * loads / step)))
         self.report.add(f"{case}: loads of all", loads if rate else 0.0, "s")
         found = defaultdict[str, list[tuple[float, float]]](list)
+        shares = defaultdict[str, list[float]](list)
         answers = []
         for turn in range(_WARM_ROUNDS + ROUNDS):
             asked = known if rate else [self.prompt(tokens) for _ in range(QUEUED)]
@@ -85,6 +88,7 @@ class Bench(Served):
                     running=running, decodes=decodes, prompts=asked, tokens=ANSWER_TOKENS
                 )
                 seconds = [each["seconds"] for each in told]
+                shares[contestant].append(sum(each["cached"] for each in told) / tokens / QUEUED)
                 answers.append([each["tokens"] for each in told])
                 if turn >= _WARM_ROUNDS:
                     found[contestant].append((mean(seconds), quantiles(seconds, n=10)[-1]))
@@ -96,8 +100,10 @@ class Bench(Served):
             pairs = zip(found[_ON], found[_OFF], strict=True)
             ratio = median(ours[at] / theirs[at] for ours, theirs in pairs)
             self.report.at_most(f"{case}: {name}, ratio", ratio, "x", GAIN if rate else LOSS)
+        for contestant in (_ON, _OFF) if rate else ():
+            self.report.add(f"{case}: {contestant}, share loaded", mean(shares[contestant]), "")
         counted = engine.facts()["chain"]["prefetch"]
-        for name in ("arrived", "used", "wasted"):
+        for name in ("arrived", "used", "wasted", "cancelled"):
             self.report.add(f"{case}: blocks {name}", counted[name][1], "")
 
 
@@ -105,9 +111,9 @@ def main() -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with folders() as (folder, region), ExitStack() as stack:
         bench = Bench(folder, region)
+        throttle(folder, DISK_BYTES)
         nvme = {"kind": "nvme", "path": str(bench.blocks), "capacity": "16GiB"}
         with bench.engine(nvme) as engine:
-            engine.throttle_reads(bytes_a_second=DISK_BYTES)
             bench.compare(engine, "disk", DISK_BYTES)
             bench.compare(engine, "unseen", None)
         program = Path(sys.prefix).with_name(".venv") / "bin/rclone"

@@ -41,23 +41,6 @@ class Slowed:
         """Let every read of a disk in this process take so long, from now on."""
         self._before_reads(lambda: time.sleep(pause))
 
-    def throttle_reads(self, bytes_a_second: float) -> None:
-        """Let all reads of a disk in this process together be no faster, from now on."""
-        from kvtier.core.system.disk import Disk
-
-        lock, free, read = threading.Lock(), [0.0], Disk.readv
-
-        def later(*arguments: Any) -> int:
-            done = read(*arguments)
-            with lock:
-                now = time.monotonic()
-                free[0] = max(free[0], now - 0.01) + done / bytes_a_second
-                wait = free[0] - now
-            time.sleep(max(0.0, wait))
-            return done
-
-        Disk.readv = later  # type: ignore[method-assign]
-
     def slow_prefill(self, pause: float) -> None:
         """Let every step with a part of a prompt take so much longer, as with a larger model."""
         executor = self._core.model_executor

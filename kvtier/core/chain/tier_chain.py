@@ -68,9 +68,7 @@ class TierChain(Tier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tiers = list(tiers)
-        self.medium = tiers[HOST].medium
-        self._mover = mover
-        self._clock = clock
+        self.medium, self._mover, self._clock = tiers[HOST].medium, mover, clock
         slot = record_bytes(namespace.payload_bytes)
         self._slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
         self._tally = Tally([tier.medium for tier in tiers], namespace)
