@@ -1,6 +1,6 @@
 """Prompts that wait in the engine's queue, with and without prefetching: the first token of each.
 
-    make bench-prefetch     # QUEUED=32 TOKENS=1300 LAYERS=16 HIDDEN=256 ROUNDS=5
+    make bench-prefetch     # QUEUED=32 TOKENS=1044 LAYERS=16 HIDDEN=256 ROUNDS=5
     make bench-prefetch JSON=figures.json DTYPE=float32      # twice as many bytes a token
 
 Four requests decode, and fill the engine; behind them wait others, whose prompts lie on a disk that
@@ -29,7 +29,7 @@ from benchmarks.slow_proxy import slow_proxy
 from benchmarks.throttled_reads import throttle
 
 QUEUED = int(os.environ.get("QUEUED", "32"))
-TOKENS = int(os.environ.get("TOKENS", "1300"))
+TOKENS = int(os.environ.get("TOKENS", "1044"))
 UNSEEN_TOKENS = int(os.environ.get("UNSEEN_TOKENS", "192"))
 LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "256"))
@@ -55,8 +55,9 @@ class Bench(Served):
 
     def engine(self, tier: dict[str, Any]) -> Engine:
         """With this tier below CPU memory."""
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "4GiB", "name": tier["kind"]}
-        stack = {"version": 1, "name": "bench", "tiers": [cpu, tier]}
+        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB", "name": tier["kind"]}
+        ahead = {"memory": 0.5}
+        stack = {"version": 1, "name": "bench", "prefetch": ahead, "tiers": [cpu, tier]}
         return self.start(stack, TOKENS + 1024, max_num_seqs=RUNNING)
 
     def compare(self, engine: Engine, case: str, rate: float | None) -> None:
@@ -107,6 +108,12 @@ class Bench(Served):
             self.report.add(f"{case}: blocks {name}", counted[name][1], "")
 
 
+def empty(folder: Path) -> None:
+    """The region of an engine that is gone, for the next one."""
+    for left in folder.iterdir():
+        left.unlink()
+
+
 def main() -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with folders() as (folder, region), ExitStack() as stack:
@@ -116,6 +123,7 @@ def main() -> None:
         with bench.engine(nvme) as engine:
             bench.compare(engine, "disk", DISK_BYTES)
             bench.compare(engine, "unseen", None)
+        empty(region)
         program = Path(sys.prefix).with_name(".venv") / "bin/rclone"
         server = stack.enter_context(rclone(folder, program))
         port = stack.enter_context(slow_proxy(server.port, STORE_SECONDS, STORE_BYTES))

@@ -16,6 +16,7 @@ from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import Tally
 from kvtier.core.chain.warm_up import WarmUp
 from kvtier.core.chain.writes.cascade import Cascade
+from kvtier.core.costs.hit_decision import Decision
 from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.mover import Mover
 from kvtier.core.interfaces.tier import Tier
@@ -68,10 +69,13 @@ class AheadOfTime:
             tiers, filled, slots, ledger, mover, locator, promises, promotion, self.prefetches
         )
 
-    def make_way(self) -> None:
-        """A load lacks room."""
-        self.prefetches.give_way()
-        self.warm_up.give_way()
+    def make_way(self, decision: Decision, keys: Sequence[BlockKey]) -> None:
+        """A load of these was decided on: if it lacks room, it will have that of prefetches, or
+        what is left of a prefetch that was cancelled."""
+        if decision.cramped:
+            self.prefetches.give_way()
+            self.warm_up.give_way()
+        decision.cramped |= self.prefetches.leaving(keys)
 
     def settled(self, settled: Settled, now: float) -> Sequence[BlockKey]:
         """A move into host memory has ended. Answers with what it has brought to a load; of others

@@ -170,12 +170,13 @@ class Prefetches:
         return self._costs.load_seconds(self._tally.moved[source], self._bytes[source])
 
     def takes_seconds(self, sizes: Sequence[int]) -> float:
-        """How long it takes until so many more bytes have come from each tier, as far as known."""
+        """How long it takes until so many bytes have come from each tier, as far as known."""
         if self._costs is None:
             return 0.0
-        links = zip(self._tally.moved, sizes, self._bytes, strict=True)
-        taking = [self._costs.load_seconds(link, a + b) for link, a, b in links if a + b]
-        return max(taking, default=0.0)
+        links = zip(self._tally.moved, sizes, strict=True)
+        return max(
+            (self._costs.load_seconds(link, size) for link, size in links if size), default=0.0
+        )
 
     def _takes(self, blocks: int) -> int:
         """For how many of so many host memory has room without losing what is hotter: what waiting
@@ -227,7 +228,13 @@ class Prefetches:
     @property
     def holds_room(self) -> bool:
         """Whether there will be more room in a moment, because prefetches give way."""
-        return self._give_way
+        return self._give_way or any(map(_leaves, self._moves.values()))
+
+    def leaving(self, keys: Collection[BlockKey]) -> bool:
+        """Whether some of these cannot be loaded for a moment: their prefetch was cancelled, and
+        the mover may not have let go of it yet."""
+        moves = [move for move, _ in filter(_leaves, self._moves.values())]
+        return any(not set(move.keys).isdisjoint(keys) for move in moves)
 
     # -- what becomes of it --------------------------------------------------------------------
 
@@ -349,3 +356,8 @@ class Prefetches:
         else:
             for key in keys:
                 self._unused.pop(key, None)
+
+
+def _leaves(known: tuple[Move, float]) -> bool:
+    move, _ = known
+    return move.prefetch and not move.joinable

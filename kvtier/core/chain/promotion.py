@@ -88,7 +88,8 @@ class Promotion:
         # What the source still offers would fail again at once; what was cancelled would not.
         rest = settled.failed.keys() - settled.blamed.keys()
         cancelled = Outcome.CANCELLED
-        self._health.rest(source, [k for k in rest if settled.failed[k] is not cancelled], now)
+        spared = (cancelled, Outcome.DROPPED) if settled.move.prefetch else (cancelled,)
+        self._health.rest(source, [k for k in rest if settled.failed[k] not in spared], now)
         ahead, failed = settled.move.ahead, settled.failed.values()
         # That nobody wants a prefetch any more is no failure of the tier's.
         self._tally.failed(source, [each for each in failed if not (ahead and each is cancelled)])

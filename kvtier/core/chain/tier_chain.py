@@ -151,8 +151,7 @@ class TierChain(Tier):
         count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
         kept = self.promises.make(keys[:count], origins[:count]) if count else []
         decision.cramped = NOWHERE in kept
-        if decision.cramped:
-            self._ahead.make_way()
+        self._ahead.make_way(decision, keys)
         return kept.index(NOWHERE) if NOWHERE in kept else count
 
     def reach(
@@ -160,8 +159,8 @@ class TierChain(Tier):
     ) -> tuple[int, list[list[int]]]:
         """As `worth`, for a request with several cache groups, or with windows: the token up to
         which it is worth loading from `start` on, and where each chunk after that is."""
-        found = self.locate(asked(spans, start), at_hand=decision.at_hand)
-        origins = columns(spans, start, found)
+        sought = asked(spans, start)
+        origins = columns(spans, start, self.locate(sought, at_hand=decision.at_hand))
         promises = self.promises
         for _ in range(2):
             room = promises.left()
@@ -169,8 +168,7 @@ class TierChain(Tier):
             keys, places = needed(spans, origins, start, stop)
             fits = NOWHERE not in promises.make(keys, places)
             decision.cramped |= not fits
-            if decision.cramped:
-                self._ahead.make_way()
+            self._ahead.make_way(decision, sought)
             if fits:
                 return stop, origins
         return start, origins

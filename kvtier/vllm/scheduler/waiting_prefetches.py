@@ -50,7 +50,9 @@ class _Waiting(msgspec.Struct, eq=False):
     turn: tuple[float, ...]
     request: str
     waits: Waits
+    came_at: float
     looked: bool = False
+    begun: bool = False
     again_at: float = 0.0
     start: int = 0
     stop: int = 0
@@ -98,7 +100,8 @@ class WaitingPrefetches:
         """A request was added to the queue."""
         self.left(request, served=False)
         self._came += 1
-        waiting = _Waiting((*waits.rank, float(self._came)), request, waits)
+        turn = (*waits.rank, float(self._came))
+        waiting = _Waiting(turn, request, waits, self._clock())
         self._known[request] = waiting
         self._open.add(request)
         insort(self._queue, waiting, key=lambda each: each.turn)
@@ -149,12 +152,17 @@ class WaitingPrefetches:
                         return
                     looks -= 1
                     self._look(waiting, state, shapes, epoch, now)
-                if waiting.looked:
-                    if not self._pays(waiting, max(before, (place + 1) * self._turns_s)):
-                        self._chain.prefetches.stop(request)
-                    elif not self._chain.prefetches.begin(request):
+                if waiting.looked and (waiting.begun or now >= waiting.again_at):
+                    wait_s = max(before, (place + 1) * self._turns_s, now - waiting.came_at)
+                    pays = self._pays(waiting, wait_s)
+                    if pays and not self._chain.prefetches.begin(request):
+                        waiting.begun = True
                         return  # nobody behind it goes first
-                    self._open.discard(request)
+                    if waiting.begun and not pays:
+                        self._chain.prefetches.stop(request)
+                    if waiting.begun or pays:
+                        self._open.discard(request)
+                    waiting.again_at = now + LOOK_AGAIN_S  # it may pay yet, if it waits for longer
             before += waiting.seconds
 
     def _look(
@@ -175,8 +183,9 @@ class WaitingPrefetches:
         if self._costs is not None:
             computing = self._costs.recompute_seconds(waiting.stop, waiting.waits.limit)
             waiting.seconds = computing or 0.0
-        waiting.looked, waiting.again_at = state.expected is None, now + LOOK_AGAIN_S
+        waiting.looked, waiting.again_at = state.expected is None, now
         if not waiting.looked:
+            waiting.again_at += LOOK_AGAIN_S
             self._chain.prefetches.begin(waiting.request)
 
     def _wanted(
@@ -215,10 +224,12 @@ class WaitingPrefetches:
 
     def _pays(self, waiting: _Waiting, wait_s: float) -> bool:
         """Whether what a request will ask for can be here before its turn has come, and it has been
-        computed instead."""
+        computed instead; or before those that wait for that have lost as much."""
         if self._costs is None or not (self._turns_s and any(waiting.sizes)):
             return True
-        computing = self._costs.recompute_seconds(waiting.start, waiting.stop)
+        start, stop = waiting.start, waiting.stop
+        computing = self._costs.recompute_seconds(start, stop)
         if computing is None:
             return True
-        return self._chain.prefetches.takes_seconds(waiting.sizes) <= wait_s + computing
+        spared = max(computing, self._costs.spared_seconds(start, stop))
+        return self._chain.prefetches.takes_seconds(waiting.sizes) <= wait_s + spared

@@ -10,6 +10,7 @@ from chains import KEYS, LOAD_DEADLINE, ChainRig, is_quiet, rule
 
 from kvtier.core.chain.prefetch_share import LEAST, PrefetchShare
 from kvtier.core.chain.stats import PrefetchStats
+from kvtier.core.costs.hit_decision import Decision
 from kvtier.core.costs.model import CostModel
 from kvtier.core.settings import PrefetchSettings, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
@@ -181,6 +182,28 @@ def test_a_load_that_lacks_room_takes_it_from_prefetches() -> None:
     rig.mover.fail_all(Outcome.CANCELLED)
     rig.chain.poll()
     assert rig.chain.worth(wanted, 16) == len(wanted)
+
+
+def test_what_was_cancelled_can_be_had_again_in_a_moment() -> None:
+    rig = below(FAR[:4])
+    waiting(rig, "a", FAR[:4])
+    over(rig, "a")
+    decision = Decision()
+    assert rig.chain.worth(FAR[:4], 16, 0, decision) == 0
+    assert decision.cramped
+    assert rig.chain.prefetches.holds_room
+    rig.mover.fail_all(Outcome.CANCELLED)
+    rig.chain.poll()
+    assert rig.chain.worth(FAR[:4], 16, 0, decision) == 4
+    assert not decision.cramped
+
+
+def test_blocks_of_a_mover_that_died_are_asked_for_again() -> None:
+    rig = below(FAR[:4])
+    waiting(rig, "a", FAR[:4])
+    rig.mover.fail_all(Outcome.DROPPED)
+    rig.chain.poll()
+    assert rig.chain.lookup(FAR[:4]) == [Presence.HIT] * 4
 
 
 def test_tiers_between_are_offered_what_is_used_alone() -> None:
