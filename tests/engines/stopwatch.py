@@ -46,15 +46,16 @@ class TimedHost(Host):
 
     def behind(
         self, running: list[list[int]], decodes: int, prompts: list[list[int]], tokens: int
-    ) -> list[dict[str, Any]]:
+    ) -> dict[str, Any]:
         """Prompts that come at once while others decode so many tokens: each one's seconds to its
-        first token, and what it is answered."""
+        first token, and what it is answered; and the processor's time that the engine's own thread
+        took for all."""
         engine = self._llm.llm_engine
         decoding = self._add(running, decodes)
         begun: set[str] = set()
         while not begun.issuperset(decoding):
             begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), time.thread_time()
         names = self._add(prompts, tokens)
         first: dict[str, float] = {}
         answers: dict[str, list[int]] = {}
@@ -64,10 +65,11 @@ class TimedHost(Host):
                 first.setdefault(output.request_id, time.perf_counter() - begin)
                 answers[output.request_id] = list(output.outputs[0].token_ids)
                 cached[output.request_id] = output.num_cached_tokens or 0
-        return [
+        found = [
             {"seconds": first[name], "tokens": answers[name], "cached": cached[name]}
             for name in names
         ]
+        return {"answers": found, "own": time.thread_time() - before}
 
     def _add(self, prompts: list[list[int]], tokens: int) -> list[str]:
         names = []
