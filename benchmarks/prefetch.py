@@ -70,9 +70,7 @@ class Bench(Served):
         if rate:
             engine.burst(prompts=known)
             engine.settle()
-        step = engine.decode(prompts=running, tokens=64)["step"]
         loads = QUEUED * engine.loaded_bytes(tokens=tokens) / rate if rate else 1.0
-        decodes = max(8, min(900, int(BESIDE * loads / step)))
         self.report.add(f"{case}: loads of all", loads if rate else 0.0, "s")
         found = defaultdict[str, list[tuple[float, float, float]]](list)
         shares = defaultdict[str, list[float]](list)
@@ -87,7 +85,10 @@ class Bench(Served):
                     engine.clear(tier=1)
                 engine.prefetch(on=contestant == _ON)
                 ended = engine.behind(
-                    running=running, decodes=decodes, prompts=asked, tokens=ANSWER_TOKENS
+                    running=running,
+                    seconds=BESIDE * loads,
+                    prompts=asked,
+                    tokens=ANSWER_TOKENS,
                 )
                 told = ended["answers"]
                 seconds = [each["seconds"] for each in told]

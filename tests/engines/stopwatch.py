@@ -10,6 +10,9 @@ from typing import Any
 
 from host import Host, main
 
+_ENDLESS = 1000
+"""More tokens than are decoded while others wait."""
+
 
 class TimedHost(Host):
     """Commands that answer with seconds."""
@@ -45,13 +48,13 @@ class TimedHost(Host):
         return [found[name] for name in names]
 
     def behind(
-        self, running: list[list[int]], decodes: int, prompts: list[list[int]], tokens: int
+        self, running: list[list[int]], seconds: float, prompts: list[list[int]], tokens: int
     ) -> dict[str, Any]:
-        """Prompts that come at once while others decode so many tokens: each one's seconds to its
-        first token, and what it is answered; and the processor's time that the engine's own thread
-        took for all."""
+        """Prompts that come at once while others decode, for so many seconds: each one's seconds to
+        its first token, and what it is answered; and the processor's time that the engine's own
+        thread took for all."""
         engine = self._llm.llm_engine
-        decoding = self._add(running, decodes)
+        decoding = self._add(running, _ENDLESS)
         begun: set[str] = set()
         while not begun.issuperset(decoding):
             begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
@@ -61,6 +64,9 @@ class TimedHost(Host):
         answers: dict[str, list[int]] = {}
         cached: dict[str, int] = {}
         while engine.has_unfinished_requests():
+            if decoding and time.perf_counter() - begin > seconds:
+                engine.abort_request(decoding)
+                decoding = []
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - begin)
                 answers[output.request_id] = list(output.outputs[0].token_ids)

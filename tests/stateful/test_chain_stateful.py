@@ -206,6 +206,7 @@ class ChainMachine(RuleBasedStateMachine):
     @step(keys=asked_keys)
     def lack_room(self, keys: list[BlockKey]) -> None:
         self.chain.worth(list(dict.fromkeys(keys)), 16)
+        self.poll()  # what was promised holds until then, also against who looks up
 
     # the mover, and time
 
