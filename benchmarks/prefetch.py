@@ -86,7 +86,7 @@ class Bench(Served):
                 engine.prefetch(on=contestant == _ON)
                 ended = engine.behind(
                     running=running,
-                    seconds=BESIDE * loads,
+                    after=BESIDE * loads,
                     prompts=asked,
                     tokens=ANSWER_TOKENS,
                 )

@@ -48,7 +48,7 @@ class TimedHost(Host):
         return [found[name] for name in names]
 
     def behind(
-        self, running: list[list[int]], seconds: float, prompts: list[list[int]], tokens: int
+        self, running: list[list[int]], after: float, prompts: list[list[int]], tokens: int
     ) -> dict[str, Any]:
         """Prompts that come at once while others decode, for so many seconds: each one's seconds to
         its first token, and what it is answered; and the processor's time that the engine's own
@@ -64,7 +64,7 @@ class TimedHost(Host):
         answers: dict[str, list[int]] = {}
         cached: dict[str, int] = {}
         while engine.has_unfinished_requests():
-            if decoding and time.perf_counter() - begin > seconds:
+            if decoding and time.perf_counter() - begin > after:
                 engine.abort_request(decoding)
                 decoding = []
             for output in engine.step():

@@ -305,10 +305,15 @@ class Prefetches:
             return
         self.share.wasted(len(keys))
         if drop:
-            below = [found for tier in self._tiers[HOST + 1 :] for found in [tier.lookup(keys)]]
-            safe = [key for key, *found in zip(keys, *below, strict=True) if Presence.HIT in found]
-            self._tiers[HOST].forget(safe)
-            self._ledger.note_dropped(safe)
+            below = [tier.lookup(keys) for tier in self._tiers[HOST + 1 :]]
+            read = set(self._ledger.pinned(HOST))  # evicted, and loaded again since then
+            self._tiers[HOST].forget(
+                [
+                    key
+                    for key, *found in zip(keys, *below, strict=True)
+                    if Presence.HIT in found and key not in read
+                ]
+            )
             self._promises.count_again()
 
     def counted(self) -> PrefetchStats:
