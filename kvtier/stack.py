@@ -98,7 +98,14 @@ class Stack:
             self.host = host
             self.mover = _open_mover(config, self.context, serving=serving)
             opened.insert(0, self.mover)
-            self.chain = TierChain(tiers, config.tiers, self.mover, namespace, costs=costs)
+            self.chain = TierChain(
+                tiers,
+                config.tiers,
+                self.mover,
+                namespace,
+                costs=costs,
+                prefetch=config.prefetch if serving else None,
+            )
             self._rates = _keep_rates(config, namespace, costs) if costs and serving else None
         except BaseException:
             close_all([*opened, *tiers])
@@ -334,7 +341,7 @@ def _keep_rates(config: StackConfig, namespace: Namespace, costs: CostModel) -> 
 def _open_mover(config: StackConfig, context: TierContext, *, serving: bool) -> Mover:
     mode = config.mover.mode
     if mode is MoverMode.PROCESS or (mode is MoverMode.AUTO and serving):
-        return ProcessMover(config.tiers, context)
+        return ProcessMover(config.tiers, context, prefetch_share=config.prefetch.link)
     handlers: list[Handler] = []
     try:
         for settings in config.tiers:
@@ -343,4 +350,9 @@ def _open_mover(config: StackConfig, context: TierContext, *, serving: bool) -> 
         close_all(handlers)
         raise
     queues = [settings.queue_blocks for settings in config.tiers]
-    return ThreadMover(handlers, context.namespace, queue_blocks=queues)
+    return ThreadMover(
+        handlers,
+        context.namespace,
+        queue_blocks=queues,
+        prefetch_share=config.prefetch.link,
+    )

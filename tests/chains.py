@@ -16,6 +16,7 @@ from kvtier.core.settings import (
     ByteSize,
     Capacity,
     Duration,
+    PrefetchSettings,
     TierSettings,
     WritePolicy,
 )
@@ -35,6 +36,7 @@ class ScriptedMover(Mover):
         self._handlers = handlers
         self.queue: list[Transfer] = []
         self.cancelled: set[int] = set()
+        self.hastened: list[int] = []
         self.accepting = True
         self._results: list[TransferResult] = []
 
@@ -87,6 +89,9 @@ class ScriptedMover(Mover):
     def cancel(self, ids: Sequence[int]) -> None:
         self.cancelled.update(ids)
 
+    def hasten(self, ids: Sequence[int]) -> None:
+        self.hastened += ids
+
     def stats(self) -> MoverStats:
         return MoverStats()
 
@@ -107,6 +112,7 @@ class Outliving(MemoryTier):
         super().__init__(store)
         self.outlived: list[BlockKey] = []
         """The hottest first."""
+        self.hottest: list[BlockKey] = []
         self.used: Collection[BlockKey] = ()
         """Those that were used again before."""
 
@@ -122,6 +128,13 @@ class Outliving(MemoryTier):
     def forget_recovered(self) -> None:
         self.outlived = []
 
+    def take_hottest(self, count: int) -> list[BlockKey]:
+        told, self.hottest = self.hottest[:count], self.hottest[count:]
+        return [key for key in told if key in self._resident]
+
+    def forget_hottest(self) -> None:
+        self.hottest = []
+
     def successor(self) -> Outliving:
         """What another process finds after the death of this one."""
         tier = type(self)(MemoryStore(NAMESPACE, self.store.slots * SLOT))
@@ -133,6 +146,7 @@ class Outliving(MemoryTier):
             tier.complete_store([key])
         tier.take_events()
         tier.outlived = list(reversed(self._resident))
+        tier.hottest = list(tier.outlived)
         return tier
 
 
@@ -177,6 +191,7 @@ class ChainRig:
         costs: CostModel | None = None,
         clock: Callable[[], float] | None = None,
         in_files: Collection[int] = (),
+        prefetch: PrefetchSettings | None = None,
     ) -> None:
         self.now = 1000.0
         self.tiers = [
@@ -185,6 +200,7 @@ class ChainRig:
         ]
         self._rules = rules or [rule() for _ in slots]
         self._costs = costs
+        self._prefetch = prefetch
         self._clock = clock or (lambda: self.now)
         self._begin()
 
@@ -197,6 +213,7 @@ class ChainRig:
             self.mover,
             NAMESPACE,
             costs=self._costs,
+            prefetch=self._prefetch,
             rest_seconds=REST,
             clock=self._clock,
         )

@@ -86,9 +86,12 @@ class NvmeTier(SerializedTier):
     touch = serialized(SlabTier.touch)
     carry_uses = serialized(SlabTier.carry_uses)
     victims = serialized(SlabTier.victims)
+    victims_within = serialized(SlabTier.victims_within)
     take_events = serialized(SlabTier.take_events)
     take_recovered = serialized(SlabTier.take_recovered)
     forget_recovered = serialized(SlabTier.forget_recovered)
+    take_hottest = serialized(SlabTier.take_hottest)
+    forget_hottest = serialized(SlabTier.forget_hottest)
 
     # -- updates ---------------------------------------------------------------------------
 
@@ -182,7 +185,7 @@ class NvmeTier(SerializedTier):
         valid = valid[np.argsort(used[valid], kind="stable")]
         keys = layout.keys_of(entries[valid])
         copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
-        self._survivors.add(valid + base, used[valid], entries["uses"][valid])
+        self._survived(valid + base, used[valid], entries["uses"][valid])
         held[valid] = True
         held[bad] = True
         self._quarantine.extend((bad + base).tolist())

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvtier.core.settings import Count, Gds, TierSettings
+from kvtier.core.settings import Count, Gds, PrefetchSettings, TierSettings
 from kvtier.errors import ConfigError
 
 VERSION = 1
@@ -93,6 +93,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
     mover: MoverSettings = MoverSettings()
     """How bytes are moved between the tiers."""
+    prefetch: PrefetchSettings = PrefetchSettings()
+    """What is brought into CPU memory before anybody asks for it."""
     tiers: tuple[TierSettings, ...]
     """The tiers, in the order in which they are asked; the first must be host memory."""
 

@@ -27,6 +27,7 @@ from kvtier.move.protocol import (
     Cancel,
     Ended,
     Failed,
+    Hasten,
     Hello,
     Inbox,
     Ready,
@@ -99,7 +100,12 @@ def serve(parent: socket.socket) -> None:
     except (KVTierError, OSError, msgspec.ValidationError) as error:
         parent.sendall(frame(Failed(str(error))))
         return
-    mover = ThreadMover(handlers, hello.context.namespace, staging_bytes=hello.staging_bytes)
+    mover = ThreadMover(
+        handlers,
+        hello.context.namespace,
+        staging_bytes=hello.staging_bytes,
+        prefetch_share=hello.prefetch_share,
+    )
     host = [isinstance(each, HostHandler) for each in handlers]
     longest = {TransferKind.LOAD: [each.call_seconds for each in handlers]}
     longest[TransferKind.STORE] = [each.store_seconds or each.call_seconds for each in handlers]
@@ -131,6 +137,8 @@ def listen(
                 mover.submit(request.read(specs))
             elif isinstance(request, Cancel):
                 mover.cancel(request.ids)
+            elif isinstance(request, Hasten):
+                mover.hasten(request.ids)
 
 
 class Reporter(threading.Thread):

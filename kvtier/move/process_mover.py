@@ -17,7 +17,7 @@ from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferKi
 from kvtier.core.settings import TierSettings
 from kvtier.errors import MoverError
 from kvtier.move.process_connection import END_SECONDS, Link
-from kvtier.move.protocol import Cancel, Ended, Hello, Submit, TierOpening, frame
+from kvtier.move.protocol import Cancel, Ended, Hasten, Hello, Submit, TierOpening, frame
 from kvtier.move.staging_buffers import STAGING_BYTES
 from kvtier.move.transfer_counts import TransferCounts
 from kvtier.types import Outcome
@@ -60,6 +60,7 @@ class ProcessMover(Mover):
         context: TierContext,
         *,
         staging_bytes: int = STAGING_BYTES,
+        prefetch_share: float = 0.5,
         start_seconds: float = 30.0,
         grace_seconds: float = 1.0,
     ) -> None:
@@ -68,6 +69,7 @@ class ProcessMover(Mover):
             [TierOpening.of(tier) for tier in tiers],
             staging_bytes,
             logging.getLogger("kvtier").getEffectiveLevel(),
+            prefetch_share,
         )
         self._queue_blocks = [tier.queue_blocks for tier in tiers]
         self._start_seconds = start_seconds
@@ -171,6 +173,16 @@ class ProcessMover(Mover):
             known = [each for each in ids if each in self._flights]
             if known and self._link is not None:
                 self._link.send(frame(Cancel(known)))
+                self._push(self._link)
+
+    def hasten(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            known = [self._flights[each].transfer for each in ids if each in self._flights]
+            ahead = [transfer for transfer in known if transfer.prefetch]
+            for transfer in ahead:
+                self._books.hasten(transfer)
+            if ahead and self._link is not None:
+                self._link.send(frame(Hasten([transfer.id for transfer in ahead])))
                 self._push(self._link)
 
     def stats(self) -> MoverStats:

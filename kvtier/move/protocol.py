@@ -50,6 +50,7 @@ class Hello(msgspec.Struct, tag=True):
     tiers: list[TierOpening]
     staging_bytes: int
     log_level: int
+    prefetch_share: float = 0.5
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -78,6 +79,7 @@ class Submit(msgspec.Struct, tag=True):
     target_spec: msgspec.Raw
     deadline: float
     prove: bool
+    prefetch: bool
 
     @classmethod
     def of(cls, transfer: Transfer) -> Self:
@@ -92,6 +94,7 @@ class Submit(msgspec.Struct, tag=True):
             msgspec.Raw(_encoder.encode(transfer.target_spec)),
             transfer.deadline,
             transfer.prove,
+            transfer.prefetch,
         )
 
     def read(self, specs: Sequence[msgspec.msgpack.Decoder[LoadStoreSpec]]) -> Transfer:
@@ -106,11 +109,18 @@ class Submit(msgspec.Struct, tag=True):
             target_spec=specs[self.target].decode(self.target_spec),
             deadline=self.deadline,
             prove=self.prove,
+            prefetch=self.prefetch,
         )
 
 
 class Cancel(msgspec.Struct, tag=True):
     """Stop caring about these transfers."""
+
+    ids: list[int]
+
+
+class Hasten(msgspec.Struct, tag=True):
+    """Somebody waits for these prefetches now."""
 
     ids: list[int]
 
@@ -121,7 +131,7 @@ class Ended(msgspec.Struct, tag=True):
     results: list[TransferResult]
 
 
-Request = Hello | Submit | Cancel
+Request = Hello | Submit | Cancel | Hasten
 Answer = Ready | Failed | Ended
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

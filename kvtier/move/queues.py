@@ -76,7 +76,7 @@ class Batch:
     from the source into `buffers`, then, when they have `arrived` there, on to the target. With a
     `verdict` they are not moved, but end that way."""
 
-    __slots__ = ("arrived", "buffers", "job", "start", "stop", "verdict")
+    __slots__ = ("arrived", "buffers", "job", "prefetch", "start", "stop", "verdict")
 
     def __init__(self, job: Job, start: int, stop: int, verdict: Outcome | None) -> None:
         self.job = job
@@ -85,6 +85,8 @@ class Batch:
         self.verdict = verdict
         self.buffers: list[Buffer] = []
         self.arrived = False
+        self.prefetch = False
+        """Counted by its lane among the prefetches that are active."""
 
     def moved(self) -> list[tuple[int, int]]:
         """The runs of blocks that are OK so far, as ranges within the batch."""
@@ -109,13 +111,23 @@ class Lane:
 
     Loads go first. Batches that have come halfway go before stores that have not started, because
     they hold staging buffers; jobs that need such buffers are passed over while there are none.
+    Prefetches go before such stores, too, but on a share of the threads only: a load that comes
+    meanwhile finds others idle.
     """
 
     def __init__(
-        self, lock: threading.Lock, concurrency: int, batch_blocks: int, staging: StagingPool
+        self,
+        lock: threading.Lock,
+        concurrency: int,
+        batch_blocks: int,
+        staging: StagingPool,
+        prefetch_share: float = 0.5,
     ) -> None:
         self.concurrency = concurrency
         self.batch_blocks = batch_blocks
+        self._prefetch_threads = max(1, int(concurrency * prefetch_share))
+        self._prefetching = 0
+        self._prefetches: OrderedDict[int, Job] = OrderedDict()
         self.work = threading.Condition(lock)
         self._idle = 0
         self._staging = staging
@@ -148,6 +160,16 @@ class Lane:
             self._arrived.remove(batch)
         return batches
 
+    def hasten(self, job: Job) -> None:
+        """Queue a prefetch, of which something has not started yet, among the loads."""
+        if self._prefetches.pop(job.transfer.id, None) is not None:
+            self._direct[TransferKind.LOAD][job.transfer.id] = job
+            self.wake(job.size - job.next)
+
+    def prefetched(self) -> None:
+        """A batch of a prefetch has been run; the thread that ran it asks for the next one."""
+        self._prefetching -= 1
+
     def staging_freed(self) -> None:
         """Buffers have come back: somebody may go on who was passed over."""
         if any(self._staged.values()):
@@ -170,9 +192,19 @@ class Lane:
             self._cut_from(self._direct[TransferKind.LOAD], now)
             or self._cut_from(self._staged[TransferKind.LOAD], now)
             or (self._arrived.popleft() if self._arrived else None)
+            or self._prefetch(now)
             or self._cut_from(self._direct[TransferKind.STORE], now)
             or self._cut_from(self._staged[TransferKind.STORE], now)
         )
+
+    def _prefetch(self, now: float) -> Batch | None:
+        if self._prefetching >= self._prefetch_threads:
+            return None
+        batch = self._cut_from(self._prefetches, now)
+        if batch is not None:
+            batch.prefetch = True
+            self._prefetching += 1
+        return batch
 
     def _cut_from(self, queue: OrderedDict[int, Job], now: float) -> Batch | None:
         if not queue:
@@ -198,4 +230,6 @@ class Lane:
         return batch
 
     def _queue_of(self, job: Job) -> OrderedDict[int, Job]:
+        if job.transfer.prefetch:
+            return self._prefetches
         return (self._staged if job.staged else self._direct)[job.transfer.kind]

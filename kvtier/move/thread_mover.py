@@ -38,6 +38,7 @@ class ThreadMover(Mover):
         *,
         queue_blocks: Sequence[int] | None = None,
         staging_bytes: int = STAGING_BYTES,
+        prefetch_share: float = 0.5,
     ) -> None:
         self._handlers = handlers
         self._namespace = namespace
@@ -54,7 +55,7 @@ class ThreadMover(Mover):
         self._results: list[TransferResult] = []
         self._closed = False
         self._lanes = [
-            Lane(self._lock, each.concurrency, each.batch_blocks, self._staging)
+            Lane(self._lock, each.concurrency, each.batch_blocks, self._staging, prefetch_share)
             for each in handlers
         ]
         self._threads = [
@@ -108,6 +109,13 @@ class ThreadMover(Mover):
             jobs = [self._jobs[each] for each in ids if each in self._jobs]
             batches = self._stop(jobs, Outcome.CANCELLED)
         self._end(batches)
+
+    def hasten(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            for job in [self._jobs[each] for each in ids if each in self._jobs]:
+                if job.transfer.prefetch:
+                    self._lanes[job.lanes[0]].hasten(job)
+                    self._books.hasten(job.transfer)
 
     def stats(self) -> MoverStats:
         with self._lock:
@@ -185,6 +193,8 @@ class ThreadMover(Mover):
     def _settle(self, batch: Batch) -> None:
         """Under the lock: a batch has been run; pass it on, or end it and maybe its job."""
         job, now = batch.job, time.monotonic()
+        if batch.prefetch:
+            self._lanes[job.lanes[0]].prefetched()
         if batch.buffers:
             if not batch.arrived and batch.moved():
                 batch.arrived = True

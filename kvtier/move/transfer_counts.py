@@ -15,12 +15,14 @@ class TransferCounts:
 
     A host tier has no queue: its memory is the buffer of the medium at the other end. Loads are
     counted against loads alone, stores against all, so that stores never crowd loads out.
+    Prefetches are counted against loads and each other, and nothing is counted against them.
     """
 
     def __init__(self, host: Sequence[bool], queue_blocks: Sequence[int] | None) -> None:
         self._host = host
         self._bounds = queue_blocks
         self._in_flight = {kind: [0] * len(host) for kind in TransferKind}
+        self._prefetching = [0] * len(host)
         self._stats = MoverStats()
 
     def lanes(self, transfer: Transfer) -> tuple[int, ...]:
@@ -45,20 +47,29 @@ class TransferCounts:
             raise ValueError(f"transfer {transfer.id} must go from one tier to another")
         lanes = self.lanes(transfer)
         if self._bounds is not None and any(
-            self._waiting(transfer.kind, lane) + blocks > self._bounds[lane] for lane in lanes
+            self._waiting(transfer, lane) + blocks > self._bounds[lane] for lane in lanes
         ):
             return False
+        counted = self._counted(transfer)
         for lane in lanes:
-            self._in_flight[transfer.kind][lane] += blocks
+            counted[lane] += blocks
         self._stats.in_flight_blocks += blocks
         return True
 
     def release(self, transfer: Transfer) -> None:
         """Take back an admission: the transfer has ended, or could not be handed on."""
+        blocks, counted = len(transfer.keys), self._counted(transfer)
+        for lane in self.lanes(transfer):
+            counted[lane] -= blocks
+        self._stats.in_flight_blocks -= blocks
+
+    def hasten(self, transfer: Transfer) -> None:
+        """A prefetch is a load from now on, even if that makes more loads than the bound."""
         blocks = len(transfer.keys)
         for lane in self.lanes(transfer):
-            self._in_flight[transfer.kind][lane] -= blocks
-        self._stats.in_flight_blocks -= blocks
+            self._prefetching[lane] -= blocks
+            self._in_flight[transfer.kind][lane] += blocks
+        transfer.prefetch = False
 
     def ended(self, transfer: Transfer, result: TransferResult) -> None:
         """Close the account of an admitted transfer."""
@@ -73,8 +84,13 @@ class TransferCounts:
         """A copy of the counters."""
         return msgspec.structs.replace(self._stats)
 
-    def _waiting(self, kind: TransferKind, lane: int) -> int:
+    def _counted(self, transfer: Transfer) -> list[int]:
+        return self._prefetching if transfer.prefetch else self._in_flight[transfer.kind]
+
+    def _waiting(self, transfer: Transfer, lane: int) -> int:
         loads = self._in_flight[TransferKind.LOAD][lane]
-        if kind is TransferKind.LOAD:
+        if transfer.prefetch:
+            return loads + self._prefetching[lane]
+        if transfer.kind is TransferKind.LOAD:
             return loads
         return loads + self._in_flight[TransferKind.STORE][lane]

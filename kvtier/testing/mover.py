@@ -163,6 +163,45 @@ class MoverContract:
         rig.results(busy, store, load)
         assert [far.next_call() for _ in range(2)] == [("load", [2]), ("store", [1])]
 
+    def test_prefetches_let_loads_go_before_them_and_go_before_stores(self, rig: MoverRig) -> None:
+        far = rig.media[FAR]
+        far.hold([0])
+        busy = rig.store([0], FAR)
+        assert far.next_call() == ("store", [0])
+        ids = [rig.store([1], FAR), rig.prefetch([2], FAR), rig.load([3], FAR)]
+        rig.results(rig.load([4]))  # submitted last: when it has ended, all are queued
+        far.release()
+        rig.results(busy, *ids)
+        calls = [far.next_call() for _ in range(3)]
+        assert calls == [("load", [3]), ("load", [2]), ("store", [1])]
+
+    def test_a_prefetch_that_somebody_waits_for_is_a_load(self, rig: MoverRig) -> None:
+        far = rig.media[FAR]
+        far.hold([0])
+        busy = rig.store([0], FAR)
+        assert far.next_call() == ("store", [0])
+        ids = [rig.prefetch([1], FAR), rig.prefetch([2], FAR), rig.load([3], FAR)]
+        rig.mover.hasten([ids[1], 999])
+        rig.results(rig.load([4]))
+        far.release()
+        rig.results(busy, *ids)
+        assert [far.next_call()[1] for _ in range(3)] == [[3], [2], [1]]
+        assert rig.mover.stats().in_flight_blocks == 0
+
+    def test_prefetches_leave_threads_and_the_queue_to_loads(self, rig: MoverRig) -> None:
+        rig.fill(NEAR, range(64))
+        near = rig.media[NEAR]
+        near.hold(range(QUEUE_BLOCKS))
+        prefetch = rig.prefetch(range(QUEUE_BLOCKS))
+        near.next_call()
+        load = rig.load([40])
+        assert rig.outcomes(load) == [Outcome.OK], "one of two threads is left to it"
+        assert not rig.mover.submit(rig.transfer(TransferKind.LOAD, NEAR, HOST, [0], prefetch=True))
+        full = rig.load(range(40, 40 + QUEUE_BLOCKS))
+        near.release()
+        rig.results(prefetch, full)
+        assert rig.mover.stats().in_flight_blocks == 0
+
     def test_a_handler_is_never_called_more_often_at_once_than_it_wants(
         self, rig: MoverRig
     ) -> None:

@@ -88,6 +88,7 @@ class MoverRig:
         seconds: float = SOON,
         *,
         prove: bool = True,
+        prefetch: bool = False,
     ) -> Transfer:
         """Key `slot` from slot `slot` to slot `slot`, for each of these."""
         self._ids += 1
@@ -103,6 +104,7 @@ class MoverRig:
             target_spec=specs[target](list(slots)),
             deadline=time.monotonic() + seconds,
             prove=prove,
+            prefetch=prefetch,
         )
 
     def load(
@@ -117,6 +119,10 @@ class MoverRig:
         return self.submit(
             self.transfer(TransferKind.LOAD, source, HOST, slots, seconds, prove=prove)
         )
+
+    def prefetch(self, slots: Sequence[int], source: int = NEAR) -> int:
+        """Submit a load that nobody waits for yet, and that must be accepted; its id."""
+        return self.submit(self.transfer(TransferKind.LOAD, source, HOST, slots, prefetch=True))
 
     def store(
         self,

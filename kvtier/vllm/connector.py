@@ -30,6 +30,7 @@ from kvtier.vllm.hooks import (
     orphaned_engine,
     request_states,
     scheduler_steps,
+    waiting_queue,
 )
 from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
 from kvtier.vllm.hooks.idle_requests import IdleRequests
@@ -75,6 +76,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         """It spins, and this step computes nothing."""
         self._computed = True
         """Since its weights changed last; if not, nothing is kept that others make wrong."""
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._has_cache = vllm_config.cache_config.enable_prefix_caching
         self._cache_filled = self._cache_stale = False
         """Whether vLLM's own prefix cache may hold blocks, and whether some of these may be wrong:
@@ -164,6 +166,15 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.expect(request.request_id)
         if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
+        if self._manager.ahead.on and not self._without_hits:
+            self._prefetch(request)
+
+    @guarded(lambda: None)
+    def _prefetch(self, request: Any) -> None:
+        """It waits: what it will ask for is to be here by then."""
+        waits = waiting_queue.as_it_waits(self, request, self._pool, by_priority=self._by_priority)
+        if waits is not None:
+            self._manager.ahead.came(request.request_id, waits)
 
     def _keeps_nothing_of(self, request: Any) -> bool:
         """Whether the keys of a request do not tell all, or what it computes may be wrong."""

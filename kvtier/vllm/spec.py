@@ -150,7 +150,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     """vLLM's manager: asks ours, and answers in vLLM's words."""
 
     def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
-        self._manager = manager
+        self._manager, self.ahead = manager, manager.ahead
         self._meter = Meter(manager)
         self._events = events
         self._keeps, self._pauses = keeps, False
@@ -281,7 +281,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def on_schedule_end(self, context: Any = None) -> None:
         now = time.monotonic()
-        if now >= self._next_poll or not self._manager.chain.at_rest:
+        if now >= self._next_poll or self._manager.ahead.due or not self._manager.chain.at_rest:
             self._next_poll, self.has_events = now + _NEWS_S, True
             self._manager.on_schedule_end()
 

@@ -10,9 +10,14 @@ from typing import Any
 
 from host import Host, main
 
+_ENDLESS = 1000
+"""More tokens than are decoded while others wait."""
+
 
 class TimedHost(Host):
     """Commands that answer with seconds."""
+
+    _share: Any = None
 
     def first_token(self, prompt: list[int]) -> dict[str, Any]:
         """Seconds from the request to its first token."""
@@ -41,6 +46,45 @@ class TimedHost(Host):
                 seconds = time.perf_counter() - begin
                 found[output.request_id] = (seconds, output.num_cached_tokens or 0)
         return [found[name] for name in names]
+
+    def behind(
+        self, running: list[list[int]], after: float, prompts: list[list[int]], tokens: int
+    ) -> dict[str, Any]:
+        """Prompts that come at once while others decode, for so many seconds: each one's seconds to
+        its first token, and what it is answered; and the processor's time that the engine's own
+        thread took for all."""
+        engine = self._llm.llm_engine
+        decoding = self._add(running, _ENDLESS)
+        begun: set[str] = set()
+        while not begun.issuperset(decoding):
+            begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
+        begin, before = time.perf_counter(), time.thread_time()
+        names = self._add(prompts, tokens)
+        first: dict[str, float] = {}
+        answers: dict[str, list[int]] = {}
+        cached: dict[str, int] = {}
+        while engine.has_unfinished_requests():
+            if decoding and time.perf_counter() - begin > after:
+                engine.abort_request(decoding)
+                decoding = []
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - begin)
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+                cached[output.request_id] = output.num_cached_tokens or 0
+        found = [
+            {"seconds": first[name], "tokens": answers[name], "cached": cached[name]}
+            for name in names
+        ]
+        return {"answers": found, "own": time.thread_time() - before}
+
+    def _add(self, prompts: list[list[int]], tokens: int) -> list[str]:
+        names = []
+        for prompt in prompts:
+            self._serial += 1
+            names.append(f"timed-{self._serial}")
+            given = {"prompt_token_ids": prompt}
+            self._llm.llm_engine.add_request(names[-1], given, self._greedy(tokens))
+        return names
 
     def replay(self, requests: list[tuple[float, list[int]]], tokens: int) -> dict[str, Any]:
         """Prompts that come at their times, whatever the engine is at then. Of each the seconds
@@ -84,6 +128,14 @@ class TimedHost(Host):
         self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
         costs = None if how == "always" else self._weighing
         self._manager.costs = appraiser._costs = patience._costs = costs
+
+    def prefetch(self, on: bool) -> None:
+        """Prefetch for requests that wait, or do not, from now on."""
+        from kvtier.core.chain.prefetch_share import PrefetchShare
+
+        prefetches = self._manager.chain.prefetches
+        self._share = prefetches.share if prefetches.on else self._share
+        prefetches.share = self._share if on else PrefetchShare(0)
 
     def touch_cache(self) -> None:
         """Have all of vLLM's KV cache in memory, as after a while of serving."""

@@ -25,7 +25,13 @@ class World:
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": capacity}
         if "load_deadline" in more:
             cpu["load_deadline"] = more["load_deadline"]
-        return {"version": 1, "name": "test", "loads": "always", "tiers": [cpu, nvme | more]}
+        return {
+            "version": 1,
+            "name": "test",
+            "loads": "always",
+            "prefetch": {"restart": 0},
+            "tiers": [cpu, nvme | more],
+        }
 
     def engine(self, model: Path, **arguments: Any) -> Engine:
         """An engine that is killed with the test at the latest."""

@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 from hypothesis.stateful import rule as step
 
 from kvtier.core.chain.in_flight import Ticket
+from kvtier.core.chain.warm_up import LONGEST_S
 from kvtier.core.chain.writes.catch_up import PAUSE_MAX_S
-from kvtier.core.settings import Admission, WritePolicy
+from kvtier.core.settings import Admission, PrefetchSettings, WritePolicy
 from kvtier.errors import NotResident
 from kvtier.testing.records import make_keys, prove
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
@@ -27,6 +28,7 @@ from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
 UNIVERSE = make_keys(8)
 SLOTS = (4, 6, 8)
 REQUESTS = ("a", "b")
+QUEUED = ("c", "d", "e")
 
 some_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6, unique=True)
 asked_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6)  # some of them twice
@@ -46,6 +48,7 @@ class ChainMachine(RuleBasedStateMachine):
         near=some_keys,
         far=some_keys,
         in_files=st.sets(st.sampled_from([1, 2])),
+        restart=st.sampled_from([0.0, 0.75]),
     )
     def begin(
         self,
@@ -54,9 +57,11 @@ class ChainMachine(RuleBasedStateMachine):
         near: list[BlockKey],
         far: list[BlockKey],
         in_files: set[int],
+        restart: float,
     ) -> None:
         rules = [rule(write, admit, 5) for write, admit in zip(writes, admits, strict=True)]
-        self.rig = ChainRig(SLOTS, [rule(), *rules], in_files=in_files)
+        ahead = PrefetchSettings(memory=0.5, restart=restart)
+        self.rig = ChainRig(SLOTS, [rule(), *rules], in_files=in_files, prefetch=ahead)
         for index, tier in enumerate(self.rig.tiers):
             tier.medium = f"tier{index}"
         self.chain = self.rig.chain
@@ -175,6 +180,34 @@ class ChainMachine(RuleBasedStateMachine):
             # What the engine itself is storing is not resident yet, and will be.
             self.dead |= set(keys) - {key for one in self.storing for key in one.keys}
 
+    # requests that wait in the engine's queue
+
+    @step(keys=some_keys, request=st.sampled_from(QUEUED))
+    def wait_in_the_queue(self, keys: list[BlockKey], request: str) -> None:
+        self.chain.prefetches.want(request, keys)
+        before = self.rig.resident(0, UNIVERSE)
+        pinned = {key for ticket in self.tickets for key in ticket.pinned}
+        self.chain.prefetches.begin(request)
+        gone = set(before) - set(self.rig.resident(0, UNIVERSE))
+        assert not gone & pinned
+        assert not gone & self.chain.prefetches._wanted.keys()
+
+    @step(request=st.sampled_from(QUEUED))
+    def go_on_with(self, request: str) -> None:
+        self.chain.prefetches.begin(request)
+
+    @step(request=st.sampled_from(QUEUED), how=st.sampled_from(["served", "aborted", "too slow"]))
+    def leave_the_queue(self, request: str, how: str) -> None:
+        if how == "too slow":
+            self.chain.prefetches.stop(request)
+        else:
+            self.chain.prefetches.end(request, served=how == "served")
+
+    @step(keys=asked_keys)
+    def lack_room(self, keys: list[BlockKey]) -> None:
+        self.chain.worth(list(dict.fromkeys(keys)), 16)
+        self.poll()  # what was promised holds until then, also against who looks up
+
     # the mover, and time
 
     @step(down=st.booleans())
@@ -271,9 +304,18 @@ class ChainMachine(RuleBasedStateMachine):
             assert link.waiting <= 5
             assert 0 <= link.in_flight <= 5
 
+    @invariant()
+    def what_is_prefetched_is_bounded(self) -> None:
+        prefetches = self.chain.prefetches
+        assert sum(prefetches._in_flight) + len(prefetches._unused) <= SLOTS[0] // 2
+        assert prefetches._in_flight[0] == 0
+        assert min(self.chain._ledger.loading) >= 0
+
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
+        for request in QUEUED:
+            self.chain.prefetches.end(request, served=False)
         self.rig.mover.accepting, self.rig.mover.down = True, False
         for ticket in self.tickets:
             self.chain.end_load(ticket)
@@ -284,7 +326,20 @@ class ChainMachine(RuleBasedStateMachine):
         self.rig.settle(30)
         self.rig.now += 10 * REST + PAUSE_MAX_S  # what rests, or is tried again after a pause
         self.rig.settle(30)
+        self.rig.now += LONGEST_S
+        self.rig.settle(2)
         assert not self.chain.has_pending_work
+        prefetches = self.chain.prefetches
+        assert not prefetches._moves
+        assert not prefetches._wanted
+        assert not prefetches._unused
+        assert not prefetches._joined
+        assert prefetches._bytes == [0] * len(SLOTS)
+        counted = prefetches.counted()
+        for arrived, used, wasted in zip(
+            counted.arrived, counted.used, counted.wasted, strict=True
+        ):
+            assert used + wasted <= arrived
         assert [link.behind for link in self.chain.chain_stats().links if link.behind] == []
         self.rig.assert_quiet()
         assert is_quiet(self.chain._ledger)

@@ -113,7 +113,7 @@ def walk(script: str, tmp_path: Path, environment: dict[str, str]) -> None:
     assert process.returncode == 0, output + logs
     cold, restarted, second = check_answers(output)
     assert {hit for _, hit in cold} == {"none from kvtier"}
-    for found, tier in ((restarted, "cpu"), (second, "nvme")):
+    for found, tier in ((restarted, "cpu"), (second, "cpu")):
         for tokens, hit in found:
             assert hit == f"{(tokens - 1) // CHUNK} blocks from {tier}", output
     assert not list(Path("/dev/shm").glob(f"*walk-{os.getpid()}-*")), "its end frees the memory"

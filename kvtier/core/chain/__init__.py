@@ -9,6 +9,8 @@
 - `load_starter`: begins the loads of a request's blocks that are not in host memory.
 - `promotion`: the way up, from lower tiers into host memory.
 - `writes`: the way down, by write policy and admission, and what is caught up on after a restart.
+- `prefetches`, `prefetch_share`: promotions that begin while their request waits, and how many.
+- `ahead_of_time`, `warm_up`: beside these, the hottest blocks come up after a start.
 - `direct_reads`: loads past host memory, straight from files.
 - `embedded_loads`: loads of callers that have no request, as the Python API has.
 - `health`: which tiers and keys are left alone for a while after a failure.

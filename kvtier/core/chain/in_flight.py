@@ -117,9 +117,11 @@ class Move:
     """A transfer from its reservation to its result."""
 
     __slots__ = (
+        "ahead",
         "due",
         "joinable",
         "keys",
+        "prefetch",
         "spoiled",
         "transfer",
         "waiters",
@@ -127,6 +129,8 @@ class Move:
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
+        self.ahead = self.prefetch = transfer.prefetch
+        """Whether it was begun as a prefetch, and whether nobody has waited for it so far."""
         self.due = 0.0
         """When it is expected to end; 0 if nobody knows."""
         self.keys = transfer.keys

@@ -101,6 +101,15 @@ class IsolatedTier(Tier):
     def victims(self, count: int) -> list[BlockKey]:
         return self._ask(lambda: list(self._tier.victims(count)), [])
 
+    def victims_within(self, count: int, seconds: float, chance: float) -> list[BlockKey]:
+        return self._ask(lambda: list(self._tier.victims_within(count, seconds, chance)), [])
+
+    def take_hottest(self, count: int) -> Sequence[BlockKey]:
+        return self._ask(lambda: list(self._tier.take_hottest(count)), [])
+
+    def forget_hottest(self) -> None:
+        self._ask(self._tier.forget_hottest, None)
+
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._try(lambda: self._tier.forget(keys), None)  # always: it may outlive this process
 

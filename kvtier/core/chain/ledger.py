@@ -33,7 +33,7 @@ class Ledger:
         self._held = Held()
         self.unproved = Unproved(tiers)
         self.loading = [0] * len(tiers)
-        """Blocks of each tier that are on their way into host memory."""
+        """Blocks of each tier that are on their way into host memory for somebody."""
         self.joinable: dict[BlockKey, Move] = {}
         """Promotions that another request may join."""
         self.abandoned: set[BlockKey] = set()
@@ -108,6 +108,12 @@ class Ledger:
         ticket.pending.update(move.keys)
         ticket.unsettled.update(move.keys)
         return move.transfer
+
+    def prefetch(self, source: int, keys: Sequence[BlockKey], deadline: float) -> Move | None:
+        """As `promote`, for nobody yet: whoever wants these blocks joins."""
+        move, _ = self._begin(source, HOST, keys, deadline, prefetch=True)
+        self.joinable.update(dict.fromkeys(move.keys, move) if move else {})
+        return move
 
     def _wait(self, ticket: Ticket, move: Move) -> None:
         move.waiters.append(ticket)
@@ -216,7 +222,14 @@ class Ledger:
         return move.transfer if move else None, absent
 
     def _begin(
-        self, source: int, target: int, keys: Sequence[BlockKey], deadline: float, prove: bool
+        self,
+        source: int,
+        target: int,
+        keys: Sequence[BlockKey],
+        deadline: float,
+        prove: bool = True,
+        *,
+        prefetch: bool = False,
     ) -> tuple[Move | None, list[BlockKey]]:
         # Pinned first: making room in the target may evict, and must not do so for nothing.
         pinned, spec = pin_what_is_there(self._tiers[source], keys)
@@ -241,9 +254,10 @@ class Ledger:
             target_spec=taken.spec,
             deadline=deadline,
             prove=prove,
+            prefetch=prefetch,
         )
         move = self._moves[transfer.id] = Move(transfer)
-        self.loading[source] += len(move.keys) if target == HOST else 0
+        self.loading[source] += len(move.keys) if target == HOST and not prefetch else 0
         return move, absent
 
     def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
@@ -283,7 +297,7 @@ class Ledger:
         if blamed and move.transfer.source == HOST:
             self.note_dropped(blamed)
         if move.transfer.kind is TransferKind.LOAD:
-            self.loading[move.transfer.source] -= len(keys)
+            self.loading[move.transfer.source] -= 0 if move.prefetch else len(keys)
             for key in keys:
                 self.joinable.pop(key, None)
                 self.abandoned.discard(key)

@@ -8,6 +8,7 @@ from kvtier.core.chain.direct_reads import DirectReads
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.ledger import Ledger
 from kvtier.core.chain.plan import HOST, JOINING
+from kvtier.core.chain.prefetches import Prefetches
 from kvtier.core.chain.promises import Promises
 from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import Tally
@@ -24,6 +25,7 @@ class LoadStarter:
         promotion: Promotion,
         direct: DirectReads,
         promises: Promises,
+        prefetches: Prefetches,
         mover: Mover,
         tally: Tally,
         clock: Callable[[], float],
@@ -32,6 +34,7 @@ class LoadStarter:
         self._promotion = promotion
         self._direct = direct
         self._promises = promises
+        self._prefetches = prefetches
         self._mover = mover
         self._tally = tally
         self._clock = clock
@@ -45,6 +48,8 @@ class LoadStarter:
                 for key in mine:
                     self._tally.found(self._ledger.joinable[key].transfer.source, [key])
                 self._ledger.join(ticket, mine)
+                for move in ticket.moves:
+                    self._prefetches.joined(move, ticket.pending)
             elif origin > HOST:
                 if origin in self._direct.tiers:
                     self._promises.count_again()

@@ -141,6 +141,15 @@ def plan_queue(
     return kept
 
 
+def plan_ahead(origins: Sequence[int], start: int, most: int) -> tuple[int, int]:
+    """The origin of the block at `start`, and where the run of those with the same one ends that
+    begins there, after at most so many."""
+    origin, stop = origins[start], start + 1
+    while stop < min(len(origins), start + most) and origins[stop] == origin:
+        stop += 1
+    return origin, stop
+
+
 def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]) -> list[Run]:
     """The unbroken head of a prefix, as the cost model wants it: run by run, link by link."""
     runs: list[Run] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.core.chain.health import Health
-from kvtier.core.chain.in_flight import Settled, Ticket
+from kvtier.core.chain.in_flight import Move, Settled, Ticket
 from kvtier.core.chain.ledger import Ledger
 from kvtier.core.chain.stats import Tally, direct
 from kvtier.core.costs.model import CostModel
@@ -58,6 +58,29 @@ class Promotion:
             link = self._tally.moved[source]
             ticket.moves[-1].due = self._costs.started(link, transfer.id, size)
 
+    def prefetch(self, source: int, keys: Sequence[BlockKey], now: float) -> Move | None:
+        """Move blocks into host memory for nobody yet, as many as there is room for; None if that
+        is none. Whoever joins it still has all the time of a load (`late`)."""
+        move = self._ledger.prefetch(source, keys, now + 2 * self._deadlines[source])
+        if move is not None and not self._mover.submit(move.transfer):
+            self._ledger.refuse(move.transfer)
+            return None
+        return move
+
+    def late(self, move: Move, now: float) -> bool:
+        """Whether a prefetch has had all the time that a load has."""
+        return move.transfer.deadline - self._deadlines[move.transfer.source] <= now
+
+    def hasten(self, move: Move) -> None:
+        """Somebody waits for a prefetch: it is a load from now on."""
+        source = move.transfer.source
+        move.prefetch = False
+        self._ledger.loading[source] += len(move.keys)
+        self._mover.hasten([move.transfer.id])
+        if self._costs is not None:
+            size = sum(self._tally.sizes(move.keys))
+            move.due = self._costs.started(self._tally.moved[source], move.transfer.id, size)
+
     def settled(self, settled: Settled, result: TransferResult, now: float) -> None:
         """Book the end of a load."""
         source = settled.move.transfer.source
@@ -65,8 +88,19 @@ class Promotion:
         # What the source still offers would fail again at once; what was cancelled would not.
         rest = settled.failed.keys() - settled.blamed.keys()
         cancelled = Outcome.CANCELLED
-        self._health.rest(source, [k for k in rest if settled.failed[k] is not cancelled], now)
-        self._tally.failed(source, settled.failed.values())
-        if self._costs is not None:
-            link = self._tally.moved[source]
-            self._costs.ended(link, result.id, not settled.failed, result.busy_seconds)
+        spared = (cancelled, Outcome.DROPPED) if settled.move.prefetch else (cancelled,)
+        self._health.rest(source, [k for k in rest if settled.failed[k] not in spared], now)
+        ahead, failed = settled.move.ahead, settled.failed.values()
+        # That nobody wants a prefetch any more is no failure of the tier's.
+        self._tally.failed(source, [each for each in failed if not (ahead and each is cancelled)])
+        if self._costs is None:
+            return
+        link, complete = self._tally.moved[source], not settled.failed
+        if not ahead:
+            self._costs.ended(link, result.id, complete, result.busy_seconds)
+            return
+        # It had only a share of the link, for a part of the time at least.
+        self._costs.ended(link, result.id, complete, result.busy_seconds, 0)
+        if complete:
+            size = sum(self._tally.sizes(settled.move.keys))
+            self._costs.observe_prefetch(link, size, result.busy_seconds)

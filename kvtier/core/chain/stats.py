@@ -38,6 +38,32 @@ class Sample(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class PrefetchStats(msgspec.Struct):
+    """Counters of what was brought into host memory ahead of time; blocks, by the tier below that
+    they came from."""
+
+    arrived: list[int]
+    """While their request waited."""
+    used: list[int]
+    """The part of these that a load took."""
+    wasted: list[int]
+    """The part that nobody waits for any more, and nobody has used."""
+    cancelled: list[int]
+    """Begun, and given up before they had come."""
+    warmed: list[int]
+    """After the start, before anybody asked."""
+    saved_seconds: float = 0.0
+    """By how much loads were shorter, all together, as far as known."""
+    blocks: int = 0
+    """A gauge: how many may be held now until they are used."""
+
+    @classmethod
+    def of(cls, tiers: int) -> PrefetchStats:
+        """All at nothing."""
+        one, two, three, four, five = ([0] * tiers for _ in range(5))
+        return cls(one, two, three, four, five)
+
+
 class ChainStats(msgspec.Struct):
     """What a chain knows of itself; lists have one entry a tier, in their order."""
 
@@ -53,6 +79,7 @@ class ChainStats(msgspec.Struct):
     """Blocks that could not be loaded from each tier, by outcome."""
     down: list[bool]
     """Whether each tier is left alone, because it failed again and again, or is unwell."""
+    prefetch: PrefetchStats
 
 
 class Tally:
@@ -121,6 +148,7 @@ class Tally:
         links: list[LinkStats],
         mover: MoverStats,
         down: list[bool],
+        prefetch: PrefetchStats,
     ) -> ChainStats:
         """The counters as they stand, beside what others count."""
         return ChainStats(
@@ -132,4 +160,5 @@ class Tally:
             misses=list(self.misses),
             failures=[dict(failures) for failures in self.failures],
             down=down,
+            prefetch=prefetch,
         )

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvtier.core.chain.ahead_of_time import AheadOfTime
 from kvtier.core.chain.direct_reads import DirectReads
 from kvtier.core.chain.embedded_loads import EmbeddedLoads
 from kvtier.core.chain.health import Health
@@ -24,7 +25,7 @@ from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.mover import Mover, TransferResult
 from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import TierSettings
+from kvtier.core.settings import PrefetchSettings, TierSettings
 from kvtier.core.system.closing import close_all
 from kvtier.errors import NotResident
 from kvtier.types import (
@@ -62,13 +63,12 @@ class TierChain(Tier):
         namespace: Namespace,
         *,
         costs: CostModel | None = None,
+        prefetch: PrefetchSettings | None = None,
         rest_seconds: float = REST_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tiers = list(tiers)
-        self.medium = tiers[HOST].medium
-        self._mover = mover
-        self._clock = clock
+        self.medium, self._mover, self._clock = tiers[HOST].medium, mover, clock
         slot = record_bytes(namespace.payload_bytes)
         self._slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
         self._tally = Tally([tier.medium for tier in tiers], namespace)
@@ -85,13 +85,37 @@ class TierChain(Tier):
         self._locator = Locator(
             self.tiers, self._ledger, self._load_health, self._direct, mover, clock
         )
-        self._load_starter = LoadStarter(
-            self._ledger, self._promotion, self._direct, self.promises, mover, self._tally, clock
-        )
         # Apart from loads: what can no longer be written to may well be read.
         self._store_health = Health(len(tiers), rest_seconds)
         self._cascade = Cascade(
             self.tiers, settings, self._slots, self._ledger, mover, self._store_health
+        )
+        self._ahead = AheadOfTime(
+            prefetch,
+            self.tiers,
+            queues,
+            self._slots[HOST],
+            self._ledger,
+            mover,
+            self._locator,
+            self.promises,
+            self._promotion,
+            self._direct,
+            self._cascade,
+            self._tally,
+            costs,
+            clock,
+        )
+        self.prefetches = self._ahead.prefetches
+        self._load_starter = LoadStarter(
+            self._ledger,
+            self._promotion,
+            self._direct,
+            self.promises,
+            self.prefetches,
+            mover,
+            self._tally,
+            clock,
         )
         # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
@@ -127,6 +151,7 @@ class TierChain(Tier):
         count = self._appraiser.lead(keys, origins, tokens_per_block, start, decision)
         kept = self.promises.make(keys[:count], origins[:count]) if count else []
         decision.cramped = NOWHERE in kept
+        self._ahead.make_way(decision, keys)
         return kept.index(NOWHERE) if NOWHERE in kept else count
 
     def reach(
@@ -134,16 +159,18 @@ class TierChain(Tier):
     ) -> tuple[int, list[list[int]]]:
         """As `worth`, for a request with several cache groups, or with windows: the token up to
         which it is worth loading from `start` on, and where each chunk after that is."""
-        found = self.locate(asked(spans, start), at_hand=decision.at_hand)
-        origins = columns(spans, start, found)
+        sought = asked(spans, start)
+        origins = columns(spans, start, self.locate(sought, at_hand=decision.at_hand))
         promises = self.promises
         for _ in range(2):
             room = promises.left()
             stop = self._appraiser.furthest(spans, origins, start, limit, room, decision)
             keys, places = needed(spans, origins, start, stop)
-            if NOWHERE not in promises.make(keys, places):
+            fits = NOWHERE not in promises.make(keys, places)
+            decision.cramped |= not fits
+            self._ahead.make_way(decision, sought)
+            if fits:
                 return stop, origins
-            decision.cramped = True
         return start, origins
 
     def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
@@ -186,6 +213,7 @@ class TierChain(Tier):
         if mine and not self._ledger.pin(ticket, mine):
             return False
         self._tally.found(HOST, mine)
+        self.prefetches.found(mine)
         return True
 
     def read_directly(self, able: bool) -> None:
@@ -281,12 +309,15 @@ class TierChain(Tier):
         for tier in self.tiers:
             tier.tick()
         self.promises.end()
+        self._ahead.step(now)
 
     @property
     def has_pending_work(self) -> bool:
         """Whether `poll` must be called although the engine is idle."""
-        waiting = self._cascade.waiting and not self._mover.lost  # else no step would start it
-        return bool(self._ledger.moving or self._stored or self._ended or waiting)
+        waiting = self._cascade.waiting or self._ahead.warm_up.pending
+        waiting = waiting and not self._mover.lost  # else no step would start it
+        moving = self._ledger.moving or self.prefetches.pending
+        return bool(moving or self._stored or self._ended or waiting)
 
     @property
     def at_rest(self) -> bool:
@@ -307,7 +338,8 @@ class TierChain(Tier):
                 self._promotion.settled(settled, result, now)
                 self._tally.ended(settled, result)
                 self._ended += settled.landed
-                self._cascade.committed(HOST, settled.committed, settled.move.transfer.source)
+                loaded = self._ahead.settled(settled, now)
+                self._cascade.committed(HOST, loaded, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
             budget -= len(result.outcomes)
@@ -328,6 +360,7 @@ class TierChain(Tier):
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._cascade.forget(keys)
+        self.prefetches.forget(keys)
         self._ledger.void(keys)
         for tier in self.tiers:
             tier.forget(keys)
@@ -336,6 +369,7 @@ class TierChain(Tier):
 
     def clear(self) -> None:
         self._cascade.forget()
+        self._ahead.forget()
         for tier in self.tiers:
             tier.clear()
         self._drop(self._ledger.void_all())
@@ -363,7 +397,8 @@ class TierChain(Tier):
             for at, tier in enumerate(self.tiers)
         ]
         tiers = [tier.stats() for tier in self.tiers]
-        return self._tally.stats(tiers, self._cascade.stats(), self._mover.stats(), down=down)
+        links, ahead = self._cascade.stats(), self.prefetches.counted()
+        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

@@ -102,7 +102,8 @@ class Appraiser:
         self, keys: Sequence[BlockKey], origins: Sequence[int], decision: Decision
     ) -> Sequence[int]:
         """Where blocks are as far as it matters. What is on its way is as good as here, unless it
-        should have been here by now, and nobody knows how long it will still take."""
+        should have been here by now, and nobody knows how long it will still take; or it is
+        prefetched, and has let others pass so far."""
         if JOINING not in origins:
             return origins
         if decision.at_hand:
@@ -110,7 +111,11 @@ class Appraiser:
         now = self._clock()
         moves = [self._joinable.get(key) for key in keys]
         return [
-            at if at != JOINING else move.transfer.source if move and 0 < move.due < now else HOST
+            move.transfer.source
+            if at == JOINING and move and (move.prefetch or 0 < move.due < now)
+            else HOST
+            if at == JOINING
+            else at
             for at, move in zip(origins, moves, strict=True)
         ]
 

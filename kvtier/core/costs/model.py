@@ -96,6 +96,12 @@ class CostModel:
         if size > 0 and (complete or seconds > state.line.at(size)):
             state.observe(size, seconds, self._clock(), self._settings.probe_seconds)
 
+    def observe_prefetch(self, link: str, size: int, seconds: float) -> None:
+        """As `observe_load`, of what had a share of a link only: it is at least so fast."""
+        line = self._link(link).line
+        if not line.samples or seconds < line.at(size):
+            self.observe_load(link, size, seconds)
+
     def observe_prefill(self, tokens: int, seconds: float, context: int = 0) -> None:
         """The engine computed `tokens` in `seconds`, with `context` tokens before them."""
         if tokens > 0 and seconds > 0:

@@ -68,6 +68,11 @@ class EvictionPolicy(ABC):
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
         """The slots that `evict` would take, first one first; they stay resident."""
 
+    def chances(self, slots: Sequence[int], seconds: float, now: float) -> Sequence[float]:
+        """How likely each of these resident slots is to be used within so many seconds: 0 by a
+        policy that knows an order only, which says that the first victims go before all others."""
+        return [0.0] * len(slots)
+
     @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more; slots that are not resident are ignored."""

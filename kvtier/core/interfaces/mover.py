@@ -38,6 +38,8 @@ class Transfer(msgspec.Struct, kw_only=True):
     target_spec: LoadStoreSpec
     deadline: float
     prove: bool = True
+    prefetch: bool = False
+    """A load that nobody waits for yet, until `Mover.hasten` says otherwise."""
 
 
 class TransferResult(msgspec.Struct, kw_only=True):
@@ -79,6 +81,8 @@ class Mover(ABC):
     - What is written from host memory is verified in full first if `Transfer.prove` says so.
     - A transfer past its deadline ends with TIMEOUT for the blocks not moved yet.
     - `cancel` ends what has not started with CANCELLED and lets the rest finish.
+    - A prefetch starts only where no load waits, holds a bounded share of the threads of its tier,
+      and is counted beside the loads, so that it never crowds one out.
     - A mover owns its handlers and closes them; results can still be polled after `close`.
     """
 
@@ -107,6 +111,9 @@ class Mover(ABC):
     @abstractmethod
     def cancel(self, ids: Sequence[int]) -> None:
         """Stop caring about these transfers."""
+
+    def hasten(self, ids: Sequence[int]) -> None:  # noqa: B027 - one that has a single queue
+        """Somebody waits for these prefetches now: they are loads like others from here on."""
 
     @abstractmethod
     def stats(self) -> MoverStats:

@@ -95,6 +95,11 @@ class Tier(ABC):
     def victims(self, count: int) -> list[BlockKey]:
         """The next keys that eviction would take, coldest first: what to demote ahead of time."""
 
+    def victims_within(self, count: int, seconds: float, chance: float) -> list[BlockKey]:
+        """As `victims`, up to the first that is used within so many seconds with a greater chance,
+        as far as its eviction policy can tell: what gives way to a block that may be used then."""
+        return self.victims(count)
+
     @abstractmethod
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Drop these keys if they are resident and not pinned (pinned ones: when unpinned)."""
@@ -141,6 +146,15 @@ class Tier(ABC):
 
     def forget_recovered(self) -> None:  # noqa: B027 - there may be none
         """Nobody will ask `take_recovered` for what it has not told of yet."""
+
+    def take_hottest(self, count: int) -> Sequence[BlockKey]:
+        """The next of the blocks that outlived an earlier process and are still here, the hottest
+        first, each once, at most so many: what host memory should have again before anybody asks.
+        It takes microseconds, and so may answer with fewer than there are."""
+        return []
+
+    def forget_hottest(self) -> None:  # noqa: B027 - there may be none
+        """Nobody will ask `take_hottest` any more."""
 
     def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
         """Short housekeeping, called between steps; never blocks."""

@@ -5,10 +5,12 @@ files of a stack, which hold such settings, are read in `kvtier.config`.
 
 - `tier_settings`: `TierSettings`, the words of its settings, and limits of numbers.
 - `values`: sizes, capacities, durations and secrets, and msgspec's hooks for them.
+- `prefetch_settings`: what is brought into CPU memory ahead of time.
 - `folder_access`: whether a tier may keep its files in a folder.
 """
 
 from kvtier.core.settings.folder_access import standing_folder
+from kvtier.core.settings.prefetch_settings import PrefetchSettings, Share
 from kvtier.core.settings.tier_settings import (
     Admission,
     Count,
@@ -36,7 +38,9 @@ __all__ = [
     "Duration",
     "Gds",
     "Persistence",
+    "PrefetchSettings",
     "Secret",
+    "Share",
     "Threads",
     "TierSettings",
     "WritePolicy",

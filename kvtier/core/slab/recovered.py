@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
@@ -68,10 +69,13 @@ class Survivors:
         """Slots of one slab, when each was used last and how often: the longest unused first, and
         each prompt from its head on."""
         if len(slots):
-            piece = _Piece(slots, used_at, uses)
-            self._added += 1
-            self._left += len(piece)
-            heappush(self._pieces, (-piece.time, self._added, piece))
+            self.add_piece(_Piece(slots, used_at, uses))
+
+    def add_piece(self, piece: _Piece) -> None:
+        """The same, in order already."""
+        self._added += 1
+        self._left += len(piece)
+        heappush(self._pieces, (-piece.time, self._added, piece))
 
     def take(self, count: int) -> tuple[list[int], list[int]]:
         """Some of those that were used last, at most so many, and how often each was used."""
@@ -109,21 +113,43 @@ class RecoveringTier(Tier):
 
     def __init__(self) -> None:
         self._survivors = Survivors()
+        self._hottest: Survivors | None = Survivors()
+        """The same once more, for the tier above."""
+
+    def _survived(self, slots: Slots, used_at: Times, uses: Uses) -> None:
+        """As `Survivors.add`, for the tiers below and above."""
+        if len(slots):
+            piece = _Piece(slots, used_at, uses)
+            self._survivors.add_piece(piece)
+            if self._hottest is not None:
+                self._hottest.add_piece(copy(piece))
 
     @property
     def recovered(self) -> int:
         return len(self._survivors)
 
     def take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        return self._still_here(*self._survivors.take(count))
+
+    def take_hottest(self, count: int) -> Sequence[BlockKey]:
+        hottest = self._hottest
+        return self._still_here(*hottest.take(count))[0] if hottest else []
+
+    def _still_here(
+        self, slots: Sequence[int], used: Sequence[int]
+    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
         key_of, where = self._key_of, self._where
         keys: list[BlockKey] = []
         uses: list[int] = []
-        for slot, used in zip(*self._survivors.take(count), strict=True):
+        for slot, count in zip(slots, used, strict=True):
             key = key_of[slot]
             if key is not None and where.get(key) == slot:
                 keys.append(key)
-                uses.append(used)
+                uses.append(count)
         return keys, uses
 
     def forget_recovered(self) -> None:
         self._survivors.clear()
+
+    def forget_hottest(self) -> None:
+        self._hottest = None

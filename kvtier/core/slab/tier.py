@@ -251,6 +251,13 @@ class SlabTier(RecoveringTier):
         self._tell_policy()
         return [self._key_at(slot) for slot in self._policy.victims(count, self._pins)]
 
+    def victims_within(self, count: int, seconds: float, chance: float) -> list[BlockKey]:
+        self._tell_policy()
+        slots = self._policy.victims(count, self._pins)
+        likely = self._policy.chances(slots, seconds, self._clock())
+        first = next((at for at, each in enumerate(likely) if each > chance), len(slots))
+        return [self._key_at(slot) for slot in slots[:first]]
+
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._drop([key for key in dict.fromkeys(keys) if key in self._where])
 

@@ -182,6 +182,9 @@ class CatalogueContract(PinContract):
         victims = rig.tier.victims(100)
         assert sorted(victims) == sorted(keys[2:])
         assert rig.tier.victims(3) == victims[:3]
+        assert rig.tier.victims_within(3, 10.0, 1.0) == victims[:3]
+        sure = rig.tier.victims_within(100, 10.0, 0.0)
+        assert sure == victims[: len(sure)]
         assert rig.resident(keys) == keys
         rig.tier.complete_load(keys[:2])
 

@@ -49,6 +49,13 @@ class RestartContract:
             assert rig.tier.recovered < left, "it would be asked for ever"
             told += some
         assert sorted(told) in ([], sorted(keys[:3]))
+        hottest: list[BlockKey] = []
+        while some := rig.tier.take_hottest(2):
+            assert len(some) <= 2
+            hottest += some
+        assert hottest in ([], told), "both are told in one order"
+        rig.tier.forget_hottest()
+        assert list(rig.tier.take_hottest(1)) == []
 
     def test_what_was_dropped_while_it_was_read_stays_dropped(self, rig: Rig) -> None:
         if not self.subject.persistent:

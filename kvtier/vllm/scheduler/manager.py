@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.plan import HOST, JOINING
-from kvtier.core.costs.chunk_spans import Shape, junction, kept_within, whole, windowed, woven
+from kvtier.core.costs.chunk_spans import Shape, junction
 from kvtier.core.costs.hit_decision import Decision
 from kvtier.core.costs.load_runs import DEVICE
 from kvtier.core.costs.model import CostModel
@@ -29,6 +29,7 @@ from kvtier.vllm.scheduler.pending_errands import Pending
 from kvtier.vllm.scheduler.prefill_handoff import Arrivals
 from kvtier.vllm.scheduler.prefill_pace import Pace
 from kvtier.vllm.scheduler.request_state import Expected, RequestState
+from kvtier.vllm.scheduler.waiting_prefetches import WaitingPrefetches
 from kvtier.vllm.scheduler.waiting_requests import WaitingRequests
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ChainManager:
         self._patience = LoadDeadlines(costs, clock, self._load_seconds)
         self._room = Room(self.chain.promises, self._patience, self._crowd, clock)
         self._arrivals = Arrivals(self.chain, costs, clock)
+        self.ahead = WaitingPrefetches(self.chain, costs, namespace.group_bytes, clock)
         self._computing = False
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
@@ -117,6 +119,7 @@ class ChainManager:
     def scheduled(self, request: str, start: int = 0, stop: int = 0) -> None:
         """It has its blocks: for a load, or for tokens `start:stop`, which are computed now."""
         self._crowd.scheduled(request)
+        self.ahead.left(request, served=True)
         state = self._state(request)
         self._backlog.admitted(request, max(start, state.start), stop)
         state.waits_since = state.expected = state.joined = None
@@ -171,8 +174,9 @@ class ChainManager:
 
     @property
     def _loading(self) -> bool:
-        """Whether loads are under way, which will let go of what they hold."""
-        return any(pending.ticket for pending in self._pending.values())
+        """Whether loads or prefetches are under way, which will let go of what they hold."""
+        loading = any(pending.ticket for pending in self._pending.values())
+        return loading or self.chain.prefetches.holds_room
 
     def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
         """Its whole prompt counts as used, once: also what the engine itself still has, which it
@@ -182,19 +186,8 @@ class ChainManager:
             state.touched = True
             state.arrange(self.shapes, ends, self._epoch)
             if state.columns:
-                self.chain.touch(self._used(state))
-
-    def _used(self, state: RequestState) -> list[BlockKey]:
-        """What a prompt uses: of windows and states only what it finds, and what it will keep."""
-        if state.is_prefix(self.shapes):
-            return state.columns[0].known
-        spans = state.spans(self.shapes, self.stack.namespace.group_bytes)
-        found = state.decision.stops[-1] if state.decision.stops else 0
-        if not found and state.start:  # the engine itself has all there is of it
-            lesser = windowed(spans)
-            places = [self.chain.locate(span.keys) for span in lesser]
-            found = kept_within(lesser, places, state.start) if lesser else 0
-        return woven(spans, {found, state.junction, whole(spans)} - {0})
+                sizes = self.stack.namespace.group_bytes
+                self.chain.touch(state.uses(self.shapes, sizes, self.chain.locate))
 
     def _look_up(self, state: RequestState) -> set[bytes]:
         columns, start, limit = state.columns, state.start, state.limit
@@ -342,6 +335,8 @@ class ChainManager:
     def on_schedule_end(self) -> None:
         """Once a step: collect what the mover has done, start what is next."""
         self.chain.poll()
+        if not self._crowd.short_of_room:
+            self.ahead.step(self._requests, self.shapes, self._epoch)
 
     def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
         """The engine computes so many prompt tokens now, after so many others; and of each."""
@@ -358,6 +353,7 @@ class ChainManager:
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its errands may still be under way."""
         self._requests.pop(request, None)
+        self.ahead.left(request, served=False)
         self._crowd.gone(request)
         self._backlog.gone(request)
 
@@ -388,6 +384,7 @@ class ChainManager:
         else:
             self._epoch = os.urandom(16)
             self.chain.clear()
+            self.ahead.forget()
             logger.info("cache reset: all tiers are empty, and later blocks are for this run only")
         for state in self._requests.values():
             state.positions = -1

@@ -45,6 +45,18 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("link",),
     ),
     "kvtier:probed_blocks": ("Blocks loaded to see whether a link is still slow", ("link",)),
+    "kvtier:prefetched_blocks": (
+        "Blocks brought from a tier into CPU memory while their request waited",
+        ("tier",),
+    ),
+    "kvtier:prefetch_used_blocks": ("The part of these that a load took", ("tier",)),
+    "kvtier:prefetch_wasted_blocks": ("The part of these that nobody used", ("tier",)),
+    "kvtier:prefetch_cancelled_blocks": (
+        "Blocks whose prefetch was given up before they had come",
+        ("tier",),
+    ),
+    "kvtier:prefetch_saved_seconds": ("By how much prefetching made loads shorter, all in all", ()),
+    "kvtier:warmed_blocks": ("Blocks brought into CPU memory after the start", ("tier",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
@@ -64,6 +76,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:link_latency_seconds": ("Measured time that each load over a link takes", ("link",)),
     "kvtier:prefill_tokens_per_second": ("Measured speed of computing prompts", ()),
     "kvtier:queued_blocks": ("Blocks in the mover's hands", ()),
+    "kvtier:prefetch_blocks_max": (
+        "Blocks that may be prefetched until they are used: fewer, where many were not",
+        (),
+    ),
     "kvtier:waiting_blocks": ("Blocks that wait to be written to a tier", ("tier",)),
     "kvtier:behind_blocks": (
         "Blocks that outlived a restart above a tier, still to be looked at or written to it",
@@ -171,6 +187,12 @@ class Meter:
             yield "kvtier:evicted_blocks", label, tier.evicted
             yield "kvtier:corrupt_blocks", label, tier.corrupt
             yield "kvtier:dropped_blocks", label, tier.dropped
+            ahead = found.prefetch
+            yield "kvtier:prefetched_blocks", label, ahead.arrived[index]
+            yield "kvtier:prefetch_used_blocks", label, ahead.used[index]
+            yield "kvtier:prefetch_wasted_blocks", label, ahead.wasted[index]
+            yield "kvtier:prefetch_cancelled_blocks", label, ahead.cancelled[index]
+            yield "kvtier:warmed_blocks", label, ahead.warmed[index]
             for reason, count in found.failures[index].items():
                 yield "kvtier:load_failures", (tier.medium, reason), count
         for link in found.links:
@@ -182,6 +204,7 @@ class Meter:
         for name, costs in self._links().items():
             yield "kvtier:left_blocks", (name,), costs.refused
             yield "kvtier:probed_blocks", (name,), costs.probed
+        yield "kvtier:prefetch_saved_seconds", (), found.prefetch.saved_seconds
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:late_loads", (), self._manager.late_loads
         yield "kvtier:copied_bytes", (), self._copied
@@ -203,6 +226,7 @@ class Meter:
         for link in found.links:
             yield "kvtier:waiting_blocks", (link.target,), link.waiting
             yield "kvtier:behind_blocks", (link.target,), link.behind
+        yield "kvtier:prefetch_blocks_max", (), found.prefetch.blocks
         yield "kvtier:queued_blocks", (), found.mover.in_flight_blocks
         if self._manager.costs is not None:
             yield "kvtier:prefill_tokens_per_second", (), self._manager.costs.prefill_rate

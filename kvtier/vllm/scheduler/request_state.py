@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from kvtier.core.costs.chunk_spans import Shape, Span, last_stop
+from kvtier.core.costs.chunk_spans import (
+    Shape,
+    Span,
+    kept_within,
+    last_stop,
+    whole,
+    windowed,
+    woven,
+)
 from kvtier.core.costs.hit_decision import Decision
 from kvtier.types import GROUP_BYTES, BlockKey
 from kvtier.vllm.identity.prompt_keys import salted
@@ -137,6 +145,23 @@ class RequestState(msgspec.Struct):
     def is_prefix(self, shapes: Mapping[int, Shape]) -> bool:
         """Whether its blocks are of one kind, each of use where all before it are there."""
         return len(self.columns) == 1 and shapes[self.columns[0].group].window is None
+
+    def uses(
+        self,
+        shapes: Mapping[int, Shape],
+        sizes: Sequence[int],
+        locate: Callable[[Sequence[BlockKey]], list[int]],
+    ) -> list[BlockKey]:
+        """What a prompt uses: of windows and states only what it finds, and what it will keep."""
+        if self.is_prefix(shapes):
+            return self.columns[0].known
+        spans = self.spans(shapes, sizes)
+        found = self.decision.stops[-1] if self.decision.stops else 0
+        if not found and self.start:  # the engine itself has all there is of it
+            lesser = windowed(spans)
+            places = [locate(span.keys) for span in lesser]
+            found = kept_within(lesser, places, self.start) if lesser else 0
+        return woven(spans, {found, self.junction, whole(spans)} - {0})
 
     def end(self, shapes: Mapping[int, Shape]) -> int:
         """Where the last of its chunks ends."""

@@ -78,6 +78,11 @@ class WaitingRequests:
         return bool(self._waiting or self._asked or self._told)
 
     @property
+    def short_of_room(self) -> bool:
+        """Whether somebody is put off for want of room that others' loads hold."""
+        return bool(self._told)
+
+    @property
     def behind(self) -> int:
         """How many wait for the engine's time behind the one that it asks about now."""
         if any(self._short) or any(question.short for question in self._asked.values()):

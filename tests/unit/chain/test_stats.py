@@ -7,7 +7,7 @@ import pytest
 from kvtier.core.chain import stats
 from kvtier.core.chain.in_flight import Move, Settled
 from kvtier.core.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.core.chain.stats import Sample, Tally, name_links
+from kvtier.core.chain.stats import PrefetchStats, Sample, Tally, name_links
 from kvtier.core.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Outcome, SlotSpec
@@ -57,7 +57,7 @@ def test_what_was_told_once_stays_as_it_was_told() -> None:
     counts = Tally(MEDIA, NAMESPACE)
     counts.found(1, make_keys(2))
     counts.failed(1, [Outcome.GONE])
-    told = counts.stats([], [], MoverStats(), [])
+    told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0))
     counts.looked_up([NOWHERE])
     counts.found(1, make_keys(3))
     counts.failed(1, [Outcome.GONE, Outcome.CORRUPT])

@@ -52,6 +52,17 @@ class TestEveryPolicy:
         policy.load(slots, [float(slot // count) for slot in slots])
         assert policy.evict(3 * count) == slots
 
+    def test_chances_are_told_and_change_nothing(self, name: str) -> None:
+        policy = create_policy(name, 8)
+        policy.load([5, 2, 7], [10.0, 11.0, 12.0])
+        policy.use([0, 1], keys(0, 2), 20.0)
+        before = policy.victims(5)
+        chances = policy.chances(before, 10.0, 30.0)
+        assert len(chances) == 5
+        assert all(0.0 <= chance <= 1.0 for chance in chances)
+        assert policy.victims(5) == before
+        assert list(policy.chances([], 10.0, 30.0)) == []
+
     def test_restored_blocks_leave_before_what_is_used_later(self, name: str) -> None:
         policy = create_policy(name, 8)
         policy.load([5, 2, 7])
@@ -235,6 +246,16 @@ class TestAdaptive:
             for each in (policy, lru):
                 each.use(range(5 * turn, 5 * turn + 5), keys(5 * turn, 5), 3.0 * turn)
         assert policy.evict(60) == lru.evict(60)
+
+    def test_a_block_is_likelier_to_be_used_the_younger_it_is_and_the_longer_one_waits(
+        self,
+    ) -> None:
+        policy = create_policy("adaptive", 8)
+        policy.use([0], keys(0, 1), 0.0)
+        policy.use([1], keys(1, 1), 100.0)
+        old, young = policy.chances([0, 1], 10.0, 101.0)
+        assert 0.0 < old < young < 1.0
+        assert policy.chances([0], 100.0, 101.0)[0] > old
 
     @pytest.mark.slow
     def test_it_keeps_conversations_rather_than_what_nobody_comes_back_to(self) -> None:

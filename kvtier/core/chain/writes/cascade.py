@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.core.chain.health import Health
 from kvtier.core.chain.in_flight import Settled
@@ -97,6 +97,14 @@ class Cascade:
             link.forget(keys)
         for catch_up in self._catch_ups.values():
             catch_up.forget(keys)
+
+    def unsaved(self, keys: Sequence[BlockKey]) -> Collection[BlockKey]:
+        """Those of host memory's keys that would be written down before they are evicted, and have
+        not been yet."""
+        for link in self._links:
+            if link.source == HOST and link.write is WritePolicy.ON_EVICT and keys:
+                return set(self._lacking(link, link.admitted(keys)))
+        return ()
 
     @property
     def waiting(self) -> bool:

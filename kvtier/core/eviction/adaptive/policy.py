@@ -287,6 +287,16 @@ class Adaptive(EvictionPolicy):
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
         return self._queue.victims(count, pinned, self._now)
 
+    def chances(self, slots: Sequence[int], seconds: float, now: float) -> Sequence[float]:
+        if not slots:
+            return []
+        self._tell_time(now)
+        runs = self._runs
+        of = np.frombuffer(runs.run_of, dtype=np.int32).take(slots)
+        rates = self._forecast.rate(runs.kinds().take(of), self._now - runs.times().take(of))
+        chances: list[float] = (-np.expm1(-rates * seconds)).tolist()
+        return chances
+
     def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
         return self._queue.evict(count, pinned, self._now)
 

@@ -48,6 +48,23 @@ ENGINE = (
         without_it="what prompts share is not found again for models with windows or states",
     ),
     TouchPoint(
+        target="vllm.v1.request:Request",
+        members=(
+            *("priority", "arrival_time", "num_computed_tokens"),
+            "skip_reading_prefix_cache",
+        ),
+        used_by="waiting_queue.py",
+        why="in which order vLLM serves those that wait, and which of them load nothing",
+        without_it="nothing is prefetched while requests wait, or in another order",
+    ),
+    TouchPoint(
+        target="vllm.v1.core.block_pool:BlockPool",
+        members=("get_cached_block(block_hash, kv_cache_group_ids)",),
+        used_by="waiting_queue.py",
+        why="what the engine's own cache has need not be prefetched",
+        without_it="blocks are prefetched that nobody will ask for",
+    ),
+    TouchPoint(
         target="vllm.v1.engine.core:EngineCore",
         members=(
             *("scheduler", "collective_rpc(method)", "reset_prefix_cache()", "_reset_caches()"),

@@ -75,6 +75,20 @@ OFFLOADING_SIDES = (
         without_it="each step of a long request goes through all of its hashes",
     ),
     TouchPoint(
+        target=f"{OFFLOADING}.scheduler:RequestOffloadState",
+        members=("update_offload_keys()",),
+        used_by="waiting_queue.py",
+        why="the keys of a request that waits; vLLM itself makes them when it first looks them up",
+        without_it="nothing is prefetched while requests wait",
+    ),
+    TouchPoint(
+        target=f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler",
+        members=("_req_status",),
+        used_by="waiting_queue.py",
+        why="the same",
+        without_it="the same",
+    ),
+    TouchPoint(
         target="vllm.v1.kv_offload.base:ReqContext",
         members=("req_id", "_offload_key_positions"),
         used_by="request_states.py",
