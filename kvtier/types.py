@@ -253,3 +253,9 @@ class TierStats(msgspec.Struct):
     pinned: int = 0
     in_flight: int = 0
     quarantined: int = 0
+
+    @classmethod
+    def total(cls, medium: str, tiers: Sequence[Self]) -> Self:
+        """Of several tiers, under this name."""
+        names = [name for name in cls.__struct_fields__ if name != "medium"]
+        return cls(medium, **{name: sum(getattr(each, name) for each in tiers) for name in names})

@@ -186,8 +186,7 @@ class NvmeTier(SerializedTier):
         keys = layout.keys_of(entries[valid])
         copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
         self._survived(valid + base, used[valid], entries["uses"][valid])
-        held[valid] = True
-        held[bad] = True
+        held[valid] = held[bad] = True
         self._quarantine.extend((bad + base).tolist())
         self._free.extend((np.flatnonzero(~held) + base).tolist())
         self._on_dropped(copies)  # else a block that is dropped for good would come back by them

@@ -71,6 +71,31 @@ class Ticket:
         """When the last of its moves is expected to end; 0 if nobody knows."""
         return max((move.due for move in self.moves), default=0.0)
 
+    def wait_for(self, move: Move) -> None:
+        """Its blocks are wanted."""
+        move.waiters.append(self)
+        self.moves.append(move)
+        self.pieces.append((move.keys, move.transfer.target_spec))
+
+    def leave(self) -> list[int]:
+        """Wait for nothing any more; answers with the transfers that nobody else waits for."""
+        for move in self.moves:
+            move.waiters.remove(self)
+        idle = [move.transfer.id for move in self.moves if not move.waiters]
+        self.moves = []
+        return idle
+
+    def sealed(self, asked: Sequence[BlockKey]) -> list[tuple[Sequence[BlockKey], LoadStoreSpec]]:
+        """All is taken that there is of these. Answers with where it is, piece by piece."""
+        if len(self.pinned) + len(self.pending) == len(asked):
+            self.keys = asked
+        else:
+            taken = self.pending.union(self.pinned)
+            self.keys = [key for key in asked if key in taken]
+            self.missing = [key for key in asked if key not in taken and key not in self.files]
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
     def lower_tiers(self) -> dict[BlockKey, int]:
         """The tiers below host memory that blocks come from."""
         tiers = {key: move.transfer.source for move in self.moves for key in move.keys}

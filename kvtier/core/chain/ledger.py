@@ -90,7 +90,7 @@ class Ledger:
         for key in keys:
             move = self.joinable[key]
             if move not in ticket.moves:
-                self._wait(ticket, move)
+                ticket.wait_for(move)
             ticket.pending.add(key)
             ticket.unsettled.add(key)
 
@@ -104,7 +104,7 @@ class Ledger:
         if ticket.proves:
             self.unproved.came(move.keys, source)
         self.joinable.update(dict.fromkeys(move.keys, move))
-        self._wait(ticket, move)
+        ticket.wait_for(move)
         ticket.pending.update(move.keys)
         ticket.unsettled.update(move.keys)
         return move.transfer
@@ -115,23 +115,10 @@ class Ledger:
         self.joinable.update(dict.fromkeys(move.keys, move) if move else {})
         return move
 
-    def _wait(self, ticket: Ticket, move: Move) -> None:
-        move.waiters.append(ticket)
-        ticket.moves.append(move)
-        ticket.pieces.append((move.keys, move.transfer.target_spec))
-
     def seal(self, ticket: Ticket, asked: Sequence[BlockKey]) -> None:
         """Say where everything is that was taken, in the order asked for."""
-        held = len(ticket.pinned) + len(ticket.pending)
-        if held == len(asked):
-            ticket.keys = asked
-        else:
-            taken, files = ticket.pending.union(ticket.pinned), ticket.files
-            ticket.keys = [key for key in asked if key in taken]
-            ticket.missing = [key for key in asked if key not in taken and key not in files]
-        pieces = ticket.pieces or [([], self._tiers[HOST].prepare_load([]))]
+        pieces = ticket.sealed(asked) or [([], self._tiers[HOST].prepare_load([]))]
         ticket.spec = gather(pieces, ticket.keys)
-        ticket.pieces = []
 
     def release(
         self,
@@ -165,7 +152,7 @@ class Ledger:
         ticket.pinned = kept
         ticket.unsettled = ticket.unsettled - unsettled
         ticket.pending = ticket.pending & ticket.unsettled
-        idle = [] if ticket.unsettled else self._leave(ticket)
+        idle = [] if ticket.unsettled else ticket.leave()
         if not (ticket.pinned or ticket.unsettled or ticket.held or ticket.pinned_files):
             self._tickets.pop(ticket, None)
         return idle
@@ -187,13 +174,6 @@ class Ledger:
             if bad:
                 move.spoiled.update((key, failed[key]) for key in bad)
                 self.abandon([move.transfer.id])
-
-    def _leave(self, ticket: Ticket) -> list[int]:
-        for move in ticket.moves:
-            move.waiters.remove(ticket)
-        idle = [move.transfer.id for move in ticket.moves if not move.waiters]
-        ticket.moves = []
-        return idle
 
     def abandon(self, ids: Iterable[int]) -> list[int]:
         """Let nobody join these transfers any more; answers with those still under way."""

@@ -232,14 +232,10 @@ class TierChain(Tier):
         self._direct.ended(ticket, failed or {}, *read, self._clock())
         self._ledger.unproved.ended(proved)
         self._ledger.release(ticket, None, failed)
-        self._count_blamed()
+        self._ledger.unproved.tell_blamed(self._tally.failed)
         self.promises.count_again()
         if failed:
             self.promises.end()
-
-    def _count_blamed(self) -> None:
-        for tier, count in self._ledger.unproved.take_blamed():
-            self._tally.failed(tier, [Outcome.CORRUPT] * count)
 
     def _drop(self, ids: list[int]) -> None:
         self._mover.cancel(self._ledger.abandon(ids))
@@ -260,7 +256,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._anonymous.end(keys, failed)
-        self._count_blamed()
+        self._ledger.unproved.tell_blamed(self._tally.failed)
         self.promises.count_again()
         if failed:
             self.promises.end()
@@ -384,10 +380,7 @@ class TierChain(Tier):
         return self._tally.take_samples()
 
     def stats(self) -> TierStats:
-        tiers = [tier.stats() for tier in self.tiers]
-        names = [name for name in TierStats.__struct_fields__ if name != "medium"]
-        total = {name: sum(getattr(stats, name) for stats in tiers) for name in names}
-        return TierStats(self.medium, **total)
+        return TierStats.total(self.medium, [tier.stats() for tier in self.tiers])
 
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""

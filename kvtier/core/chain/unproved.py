@@ -7,7 +7,7 @@ written down before a reader has spoken is proved by the mover, so that it does 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvtier.core.chain.in_flight import Move, pin_what_is_there
 from kvtier.core.chain.plan import HOST
@@ -73,7 +73,8 @@ class Unproved:
                 self.ended(key for key in transfer.keys if key not in failed)
         return told
 
-    def take_blamed(self) -> list[tuple[int, int]]:
-        """In which tiers how many blocks were found bad after they had landed, since last asked."""
+    def tell_blamed(self, failed: Callable[[int, Sequence[Outcome]], None]) -> None:
+        """Tell of the blocks that were found bad after they had landed, tier by tier, once."""
         blamed, self._blamed = self._blamed, []
-        return blamed
+        for tier, count in blamed:
+            failed(tier, [Outcome.CORRUPT] * count)
