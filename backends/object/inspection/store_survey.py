@@ -17,7 +17,7 @@ from kvtier.backends.object.object_names import (
     parse_block,
     parse_manifest,
 )
-from kvtier.backends.object.stores.errors import Forbidden, StoreError
+from kvtier.backends.object.stores.errors import Forbidden, StoreError, TimedOut
 from kvtier.backends.object.stores.store import (
     NAMESPACES_MAX,
     ObjectInfo,
@@ -50,8 +50,8 @@ class StoreSurvey:
         self._found = contents or Contents()
         self._uses_of = uses_of
         self._reporter = reporter or Reporter()
-        self._unwell: StoreError | None = None
-        """Why the store returns no objects now."""
+        self._timed_out: TimedOut | None = None
+        """What the store did not return in time."""
         self.manifests: dict[str, Entries] = {}
         """By namespace, what is written down of its blocks."""
         self.uses: dict[str, tuple[Counts, Counts]] = {}
@@ -126,8 +126,8 @@ class StoreSurvey:
     def _read_about(self, store: Store, part: Part) -> StoreError | None:
         """What tells of a namespace whose first block was listed; why it could not be read, if
         so."""
-        if self._unwell is not None:  # a person waits for one timeout, not for one a namespace
-            return self._unwell
+        if self._timed_out is not None:  # a person waits for one, not for one a namespace
+            return self._timed_out
         name = part.namespace
         try:
             with self._troubled_if_closed(name):
@@ -137,7 +137,7 @@ class StoreSurvey:
                     self.used_blocks[name] = _by_key(found)
                     part.add_uses(0, 0.0)
         except StoreError as error:
-            self._unwell = error if error.unwell else None
+            self._timed_out = error if isinstance(error, TimedOut) else None
             return error
         return None
 

@@ -10,6 +10,7 @@ from nvme_rig import Engine
 
 @pytest.fixture(autouse=True)
 def closed_engines() -> Iterator[None]:
+    Engine.opened.clear()  # those of other folders' tests, which may have lost their files
     yield
     for engine in Engine.opened.copy():
         engine.close()
