@@ -131,7 +131,7 @@ class TimedHost(Host):
 
     def prefetch(self, on: bool) -> None:
         """Prefetch for requests that wait, or do not, from now on."""
-        from kvtier.core.chain.prefetch_share import PrefetchShare
+        from kvtier.core.chain.ahead.prefetch_share import PrefetchShare
 
         prefetches = self._manager.chain.prefetches
         self._share = prefetches.share if prefetches.on else self._share

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 )
 from hypothesis.stateful import rule as step
 
+from kvtier.core.chain.ahead.warm_up import LONGEST_S
 from kvtier.core.chain.in_flight import Ticket
-from kvtier.core.chain.warm_up import LONGEST_S
 from kvtier.core.chain.writes.catch_up import PAUSE_MAX_S
 from kvtier.core.settings import Admission, PrefetchSettings, WritePolicy
 from kvtier.errors import NotResident

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtier.core.chain.direct_reads import DirectReads
 from kvtier.core.chain.health import Health
 from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.loads.direct_reads import DirectReads
 from kvtier.core.chain.plan import HOST, NOWHERE, plan_at_hand, plan_host, plan_lower
 from kvtier.core.interfaces.mover import Mover
 from kvtier.core.interfaces.tier import Tier

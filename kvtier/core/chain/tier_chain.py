@@ -6,17 +6,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvtier.core.chain.ahead_of_time import AheadOfTime
-from kvtier.core.chain.direct_reads import DirectReads
-from kvtier.core.chain.embedded_loads import EmbeddedLoads
+from kvtier.core.chain.ahead.ahead_of_time import AheadOfTime
 from kvtier.core.chain.health import Health
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.ledger import Ledger
-from kvtier.core.chain.load_starter import LoadStarter
+from kvtier.core.chain.loads.direct_reads import DirectReads
+from kvtier.core.chain.loads.embedded_loads import EmbeddedLoads
+from kvtier.core.chain.loads.load_starter import LoadStarter
+from kvtier.core.chain.loads.promises import Promises
+from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST, NOWHERE
-from kvtier.core.chain.promises import Promises
-from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import ChainStats, Sample, Tally
 from kvtier.core.chain.writes.cascade import Cascade
 from kvtier.core.costs.chunk_spans import Span, asked, columns, needed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvtier.core.chain.promises import Promises
+from kvtier.core.chain.loads.promises import Promises
 from kvtier.core.costs.chunk_spans import Shape
 from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
 from kvtier.vllm.scheduler.request_state import Joined, RequestState, Shortage

@@ -2,7 +2,7 @@
 
 At the end of each step those that were left waiting are looked at, the next one first. Whatever of
 their prompts lies only below host memory begins to come up; a request's load, at its turn, joins
-that. See `kvtier.core.chain.prefetches` for what bounds it.
+that. See `kvtier.core.chain.ahead.prefetches` for what bounds it.
 """
 
 from __future__ import annotations

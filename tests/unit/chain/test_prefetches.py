@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from chains import KEYS, LOAD_DEADLINE, ChainRig, is_quiet, rule
 
-from kvtier.core.chain.prefetch_share import LEAST, PrefetchShare
+from kvtier.core.chain.ahead.prefetch_share import LEAST, PrefetchShare
 from kvtier.core.chain.stats import PrefetchStats
 from kvtier.core.costs.hit_decision import Decision
 from kvtier.core.costs.model import CostModel

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvtier.core.chain.loads.promises import Promises
 from kvtier.core.chain.plan import COMING, HOST, JOINING, NOWHERE
-from kvtier.core.chain.promises import Promises
 from kvtier.testing.records import make_keys
 
 KEYS = make_keys(14)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chains import KEYS, LOAD_DEADLINE, ChainRig
 
-from kvtier.core.chain.warm_up import LONGEST_S
+from kvtier.core.chain.ahead.warm_up import LONGEST_S
 from kvtier.core.settings import PrefetchSettings
 from kvtier.types import Outcome
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.core.chain.direct_reads import DirectReads
+from kvtier.core.chain.ahead.prefetches import Prefetches
+from kvtier.core.chain.ahead.warm_up import WarmUp
 from kvtier.core.chain.in_flight import Settled
 from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.loads.direct_reads import DirectReads
+from kvtier.core.chain.loads.promises import Promises
+from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST
-from kvtier.core.chain.prefetches import Prefetches
-from kvtier.core.chain.promises import Promises
-from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import Tally
-from kvtier.core.chain.warm_up import WarmUp
 from kvtier.core.chain.writes.cascade import Cascade
 from kvtier.core.costs.hit_decision import Decision
 from kvtier.core.costs.model import CostModel

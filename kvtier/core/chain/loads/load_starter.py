@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier.core.chain.direct_reads import DirectReads
+from kvtier.core.chain.ahead.prefetches import Prefetches
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.loads.direct_reads import DirectReads
+from kvtier.core.chain.loads.promises import Promises
+from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.plan import HOST, JOINING
-from kvtier.core.chain.prefetches import Prefetches
-from kvtier.core.chain.promises import Promises
-from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import Tally
 from kvtier.core.interfaces.mover import Mover
 from kvtier.types import BlockKey

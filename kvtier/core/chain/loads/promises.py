@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtier.core.chain.direct_reads import DirectReads
 from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.loads.direct_reads import DirectReads
 from kvtier.core.chain.plan import HOST, plan_queue, plan_room
 from kvtier.core.costs.hit_offers import Room
 from kvtier.core.interfaces.tier import Tier

@@ -13,14 +13,14 @@ from itertools import takewhile
 
 import msgspec
 
-from kvtier.core.chain.direct_reads import DirectReads
+from kvtier.core.chain.ahead.prefetch_share import PrefetchShare
 from kvtier.core.chain.in_flight import Move, Settled
 from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.loads.direct_reads import DirectReads
+from kvtier.core.chain.loads.promises import Promises
+from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST, plan_ahead
-from kvtier.core.chain.prefetch_share import PrefetchShare
-from kvtier.core.chain.promises import Promises
-from kvtier.core.chain.promotion import Promotion
 from kvtier.core.chain.stats import PrefetchStats, Tally
 from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.mover import Mover

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.core.chain.ahead.prefetches import PIECE_BLOCKS, Prefetches
 from kvtier.core.chain.in_flight import Move, Settled
 from kvtier.core.chain.ledger import Ledger
+from kvtier.core.chain.loads.promises import Promises
+from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST
-from kvtier.core.chain.prefetches import PIECE_BLOCKS, Prefetches
-from kvtier.core.chain.promises import Promises
-from kvtier.core.chain.promotion import Promotion
 from kvtier.core.interfaces.mover import Mover
 from kvtier.core.interfaces.tier import Tier
 from kvtier.types import BlockKey
