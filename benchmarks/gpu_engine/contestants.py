@@ -62,7 +62,9 @@ def stack(
             }
         )
     rates = {"path": str(places.folder / "rates")}
-    return {"version": 1, "name": "gpu-engine", "rates": rates, "tiers": tiers, **more}
+    prefetch = {"restart": 0.0}  # what comes from disk is to be seen
+    fixed = {"version": 1, "name": "gpu-engine", "rates": rates, "prefetch": prefetch}
+    return {**fixed, "tiers": tiers, **more}
 
 
 def of_kvtier(stack: Mapping[str, Any]) -> dict[str, Any]:
