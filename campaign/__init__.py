@@ -8,5 +8,5 @@
 - `report`: the books as Markdown and as JSON.
 - `damage/`: specimens of what lies on each medium, and the ways to damage it.
 - `power/`: crashes of the machine. `fuzz/`: hostile inputs, by a command of its own.
-- `children`, `stacks`, `bad_store`, `serving_life`: what scenarios start, open and use.
+- `children`, `stacks`, `serving_life`: what scenarios start, open and use.
 """

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import subjects
+from faulty_store import Fault, FaultPlan, FaultySubject
 
-from campaign.bad_store import BadStoreSubject, Fault, Weather
 from campaign.round import Round, Scenario
 from kvtier.errors import MediumError
 from kvtier.testing import faults
@@ -40,13 +40,11 @@ class Media(Scenario):
         home = round.folder / "medium"
         home.mkdir()
         if round.number % 3:
-            weather = Weather(round.dice.randrange(1 << 30))
-            rig = Rig(BadStoreSubject(weather), home, blocks=_BLOCKS)
-            self._spells(round, rig, lambda: _change_weather(round, weather))
-            weather.kinds = ()
-            round.counts.update(
-                {f"calls, a store {what}": n for what, n in weather.happened.items()}
-            )
+            plan = FaultPlan(round.dice.randrange(1 << 30))
+            rig = Rig(FaultySubject(plan), home, blocks=_BLOCKS)
+            self._spells(round, rig, lambda: _change_faults(round, plan))
+            plan.kinds = ()
+            round.counts.update({f"calls, a store {what}": n for what, n in plan.happened.items()})
         else:
             disk = faults.FaultyDisk(seed=round.dice.randrange(1 << 30))
             subject = subjects.NVME if round.number % 2 else subjects.SLABS
@@ -74,10 +72,10 @@ class Media(Scenario):
                     raise
 
 
-def _change_weather(round: Round, weather: Weather) -> str:
-    weather.kinds = [round.dice.choice(list(Fault)) for _ in range(round.dice.choice((1, 1, 3)))]
-    weather.rate = round.dice.choice((0.05, 0.05, 0.3, 1.0))
-    return f"a store that {[kind.value for kind in weather.kinds]} at {weather.rate:.0%} of calls"
+def _change_faults(round: Round, plan: FaultPlan) -> str:
+    plan.kinds = [round.dice.choice(list(Fault)) for _ in range(round.dice.choice((1, 1, 3)))]
+    plan.rate = round.dice.choice((0.05, 0.05, 0.3, 1.0))
+    return f"a store that {[kind.value for kind in plan.kinds]} at {plan.rate:.0%} of calls"
 
 
 def _change_disk(round: Round, disk: faults.FaultyDisk) -> str:

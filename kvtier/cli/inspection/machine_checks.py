@@ -115,7 +115,7 @@ def check_rates(config: StackConfig) -> Iterator[Finding]:
     known = [each for each in rates_in(folder) if (each.owner.machine, each.owner.stack) == mine]
     for kept in sorted(known, key=lambda each: -each.saved):
         whose = f"{kept.owner.model} on {kept.owner.device}"
-        yield Finding("rates", Level.OK, f"{whose}: {_told(kept)}")
+        yield Finding("rates", Level.OK, f"{whose}: {_as_text(kept)}")
     standing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not os.access(standing, os.W_OK | os.X_OK):
         yield Finding(
@@ -126,7 +126,7 @@ def check_rates(config: StackConfig) -> Iterator[Finding]:
         )
 
 
-def _told(kept: KeptRates) -> str:
+def _as_text(kept: KeptRates) -> str:
     """Rates, for people."""
     said = [f"{human.duration(max(0.0, time.time() - kept.saved))} old"]
     if (prefill := kept.rates.prefill) is not None:

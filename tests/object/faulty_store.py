@@ -44,7 +44,7 @@ class Fault(enum.Enum):
     LISTS_WRONG = "lists a wrong size or time"
 
 
-class Weather:
+class FaultPlan:
     """Which faults there are now; shared by the stores of a tier and its handler."""
 
     def __init__(self, seed: int) -> None:
@@ -73,12 +73,12 @@ class Weather:
 _ANY = (Fault.DOWN, Fault.BUSY, Fault.CUT)
 
 
-class BadStore(Store):
-    """The real store, in bad weather."""
+class FaultyStore(Store):
+    """The real store, with the faults of a plan."""
 
-    def __init__(self, inner: Store, weather: Weather) -> None:
+    def __init__(self, inner: Store, plan: FaultPlan) -> None:
         self._inner = inner
-        self._weather = weather
+        self._plan = plan
         self._names: list[str] = []
 
     def _call(self, call: Callable[[], _T], fault: Fault | None) -> _T:
@@ -92,7 +92,7 @@ class BadStore(Store):
         return answer
 
     def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
-        fault = self._weather.next(*_ANY, Fault.FULL, Fault.FORGETS)
+        fault = self._plan.next(*_ANY, Fault.FULL, Fault.FORGETS)
         if fault is Fault.FULL:
             raise StoreFull("no room")
         if fault is Fault.FORGETS:
@@ -102,32 +102,32 @@ class BadStore(Store):
 
     def get(self, name: str, into: Sequence[Buffer], **more: Any) -> int | None:
         lies = (Fault.DENIES, Fault.FLIPS, Fault.OTHER, Fault.CUT_SHORT)
-        fault = self._weather.next(*_ANY, *lies)
+        fault = self._plan.next(*_ANY, *lies)
         if fault is Fault.DENIES:
             return None
         if fault is Fault.OTHER and self._names:
-            name = self._names[self._weather.below(len(self._names))]
+            name = self._names[self._plan.below(len(self._names))]
         found = self._call(lambda: self._inner.get(name, into, **more), fault)
         views = [view for view in into if len(view)]
         if fault is Fault.FLIPS and views:
-            view = views[self._weather.below(len(views))]
-            view[self._weather.below(len(view))] ^= 1 << self._weather.below(8)
+            view = views[self._plan.below(len(views))]
+            view[self._plan.below(len(view))] ^= 1 << self._plan.below(8)
         if fault is Fault.CUT_SHORT and found:
-            return self._weather.below(found)
+            return self._plan.below(found)
         return found
 
     def head(self, name: str, **more: Any) -> ObjectInfo | None:
-        fault = self._weather.next(*_ANY, Fault.DENIES)
+        fault = self._plan.next(*_ANY, Fault.DENIES)
         if fault is Fault.DENIES:
             return None
         return self._call(lambda: self._inner.head(name, **more), fault)
 
     def list(self, *names: Any, **more: Any) -> Iterator[ObjectInfo]:
         for info in self._inner.list(*names, **more):
-            fault = self._weather.next(*_ANY, Fault.LISTS_LESS, Fault.LISTS_WRONG)
+            fault = self._plan.next(*_ANY, Fault.LISTS_LESS, Fault.LISTS_WRONG)
             self._call(lambda: None, fault)
             if fault is Fault.LISTS_WRONG:
-                off = self._weather.below(1 << 20)
+                off = self._plan.below(1 << 20)
                 yield msgspec.structs.replace(
                     info, size=info.size + off, modified_s=info.modified_s - off
                 )
@@ -135,27 +135,27 @@ class BadStore(Store):
                 yield info
 
     def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-        fault = self._weather.next(*_ANY)
+        fault = self._plan.next(*_ANY)
         return self._call(lambda: self._inner.delete(names, **more), fault)
 
     def close(self) -> None:
         self._inner.close()
 
 
-class BadStoreSubject(FolderSubject):
-    """A folder as a store, in some weather."""
+class FaultySubject(FolderSubject):
+    """A folder as a store, with the faults of a plan."""
 
-    def __init__(self, weather: Weather) -> None:
-        self._weather = weather
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
 
     def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> ObjectTier:
         assert isinstance(settings, ObjectSettings)
-        store = BadStore(self._store(settings, disk), self._weather)
+        store = FaultyStore(self._store(settings, disk), self._plan)
         return BACKEND.open_tier(settings, context, store)
 
     def open_handler(
         self, settings: TierSettings, context: TierContext, disk: Disk
     ) -> ObjectHandler:
         assert isinstance(settings, ObjectSettings)
-        store = BadStore(self._store(settings, disk), self._weather)
+        store = FaultyStore(self._store(settings, disk), self._plan)
         return BACKEND.open_handler(settings, context, store)
