@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -101,6 +101,11 @@ bench-prefetch: $(VLLM_STAMP) $(STAMP)
 # An hour of a chat service, with kvtier, without, and with an endless cache: TRACE=requests.jsonl
 bench-trace: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.trace
+
+# vLLM's own clients against servers; MULTI_TURN=vllm/benchmarks/multi_turn adds vLLM's chats, TRACE=... a trace.
+bench-serve: $(VLLM_STAMP)
+	@[ -z "$(MULTI_TURN)" ] || $(VLLM_BIN)/pip install --quiet 'pandas>=2,<4' 'xlsxwriter>=3.2,<4'
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.serve
 
 # The tests on a real engine alone; then those of the oldest and the newest version that is known.
 test-vllm: $(VLLM_STAMP) $(STAMP)
