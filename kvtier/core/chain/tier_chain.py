@@ -271,7 +271,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self.promises.count_again()
-        self._cascade.committed(HOST, self._ledger.commit(keys, failed))
+        self._cascade.committed(HOST, self._ledger.commit(keys, failed), self._clock())
 
     # between the steps of an engine
 
@@ -335,7 +335,7 @@ class TierChain(Tier):
                 self._tally.ended(settled, result)
                 self._ended += settled.landed
                 loaded = self._ahead.settled(settled, now)
-                self._cascade.committed(HOST, loaded, settled.move.transfer.source)
+                self._cascade.committed(HOST, loaded, now, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
             budget -= len(result.outcomes)

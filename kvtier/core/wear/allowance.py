@@ -58,12 +58,18 @@ class WriteAllowance:
     def blocks(self, wanted: int) -> int:
         """How many of so many blocks the lease reaches for; for the rest more is asked for."""
         reached = max(0, min(wanted, int(self.lease // self.block_bytes)))
-        if reached < wanted:
-            self._wanted = wanted * self.block_bytes
-            self.when_short()
+        if reached < wanted and self._shared >= self.block_bytes:
+            asked, self._wanted = self._wanted, float(wanted * self.block_bytes)
+            if not asked:
+                self.when_short()
         return reached
 
     # -- the keeper's thread -----------------------------------------------------------------
+
+    @property
+    def shared(self) -> float:
+        """What was left beside all leases, when that was looked at last."""
+        return self._shared
 
     @property
     def spent(self) -> float:
@@ -79,11 +85,11 @@ class WriteAllowance:
         """The lease has grown; with less than nothing, some of it was given back."""
         self._granted += size
 
-    def tell(self, shared: float, written: float) -> None:
-        """What is left beside all leases, and what all have written but this engine's last bytes
-        that nobody was told of."""
+    def tell(self, shared: float, written: float, own: float) -> None:
+        """What is left beside all leases, and what all have written, the first `own` bytes of this
+        engine among it."""
         self._shared = shared
-        self._written_by_others = written - self._spent
+        self._written_by_others = written - own
 
     def stats(self) -> WriteStats:
         """At this moment."""
