@@ -138,6 +138,7 @@ class Keeper:
         if self._leases is not None:
             with self._problems.tolerated((OSError, MediumError)):
                 self._leases.renew(at_once=thorough)
+                self._leases.ask_drives()
         if not self._look():
             return
         now = time.monotonic()

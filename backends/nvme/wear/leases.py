@@ -6,10 +6,13 @@ is killed held, nobody knows whether it was written: that counts as written.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
+from kvtier.backends.nvme.wear.drive_counters import read_drives
 from kvtier.backends.nvme.wear.write_ledger import WriteLedger
+from kvtier.core.system.abandonable_calls import abandonable
 from kvtier.core.wear.allowance import WriteAllowance
 
 _EVERY_S = 1.0
@@ -17,6 +20,7 @@ _PAUSE_S = 0.1
 """Who runs short is served sooner, but no sooner than this."""
 _LOOK_S = 5.0
 """Who writes nothing looks so often what is left, because it fills."""
+_FIRST_ASK_S, _ASK_DRIVES_S = 10.0, 600.0
 _AHEAD_BLOCKS = 8
 _AHEAD_S = 10.0
 """At least so many blocks, unless so many seconds do not bring them: of small budgets one block."""
@@ -37,6 +41,7 @@ class Leases:
         self._clock = clock
         self._told = 0.0
         self._next = self._next_look = self._not_before = 0.0
+        self._next_ask: float | None = None
 
     @property
     def _ahead(self) -> float:
@@ -77,6 +82,24 @@ class Leases:
         if entry is not None:
             self._allowance.tell(max(0.0, entry.level), entry.written, self._told)
         self._next_look = now + _LOOK_S
+
+    def ask_drives(self) -> None:
+        """Have the drives asked now and then what they count, by a thread that may take its time.
+        Not at the start: a process that runs for moments only asks nobody."""
+        now = self._clock()
+        if self._next_ask is None:
+            self._next_ask = now + _FIRST_ASK_S
+        elif now >= self._next_ask:
+            self._next_ask = now + _ASK_DRIVES_S
+            with contextlib.suppress(RuntimeError):  # no thread is to be had
+                abandonable(self._ask_drives, "kvtier-drives")
+
+    def _ask_drives(self) -> None:
+        drives = read_drives(self._ledger.root)
+        written = [drive.written for drive in drives if drive.written is not None]
+        if written and len(written) == len(drives):
+            used = max(drive.percent_used or 0 for drive in drives) / 100
+            self._allowance.tell_drive(float(sum(written)), used)
 
     def close(self) -> None:
         """Give back what is left. Raises OSError, or FolderBusy."""

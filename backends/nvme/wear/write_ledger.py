@@ -58,7 +58,7 @@ class WriteLedger:
         self, root: Path, rate: float, burst: float, clock: Callable[[], float] = time.time
     ) -> None:
         self.path = root / NAME
-        self._root = root
+        self.root = root
         self._rate = rate
         self._burst = burst
         self._clock = clock
@@ -68,7 +68,7 @@ class WriteLedger:
         """Tell what was written since the last call, and take as much more as there is of what is
         `wanted`; less than nothing is given back. What was written beyond a lease is `owed`.
         Answers with what was granted. Raises OSError, or FolderBusy."""
-        with folder_locked(self._root):
+        with folder_locked(self.root):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = os.open(self.path, flags, 0o600)
             try:
@@ -125,7 +125,7 @@ class WriteLedger:
     def _compare(self, entry: Entry) -> None:
         if not math.isclose(entry.rate, self._rate, rel_tol=1e-6):
             self._say(
-                f"engines that share {self._root} have different write budgets, or it was changed: "
+                f"engines that share {self.root} have different write budgets, or it was changed: "
                 "write the same in all stacks"
             )
 

@@ -391,7 +391,8 @@ class TierChain(Tier):
         ]
         tiers = [tier.stats() for tier in self.tiers]
         links, ahead = self._cascade.stats(), self.prefetches.counted()
-        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead)
+        budgets = [tier.allowance and tier.allowance.stats() for tier in self.tiers]
+        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead, budgets)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

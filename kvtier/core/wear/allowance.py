@@ -21,6 +21,10 @@ class WriteStats(msgspec.Struct, frozen=True):
     """Bytes that may be written now, by all who share the budget."""
     written: float
     """By all who ever shared it, as far as it was counted."""
+    drive_written: float | None = None
+    """What the drives below say of their whole life; None where they cannot be asked."""
+    drive_used: float | None = None
+    """How much of its endurance that drive has used up, of which that is most; 1 is all."""
 
 
 class WriteAllowance:
@@ -38,6 +42,7 @@ class WriteAllowance:
         self._granted = 0.0
         self._spent = 0.0
         self._wanted = 0.0
+        self._drive: tuple[float, float] | None = None
 
     # -- the tier's thread -------------------------------------------------------------------
 
@@ -91,7 +96,12 @@ class WriteAllowance:
         self._shared = shared
         self._written_by_others = written - own
 
+    def tell_drive(self, written: float, used: float) -> None:
+        """What the drives below say of themselves."""
+        self._drive = written, used
+
     def stats(self) -> WriteStats:
         """At this moment."""
         written = self._written_by_others + self._spent
-        return WriteStats(self.rate, self.burst, max(0.0, self.level), written)
+        drive = self._drive or (None, None)
+        return WriteStats(self.rate, self.burst, max(0.0, self.level), written, *drive)
