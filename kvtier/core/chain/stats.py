@@ -11,6 +11,7 @@ from kvtier.core.chain.in_flight import Settled
 from kvtier.core.chain.plan import JOINING
 from kvtier.core.chain.writes.write_links import LinkStats
 from kvtier.core.interfaces.mover import MoverStats, TransferResult
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.wear.allowance import WriteStats
 from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
@@ -83,6 +84,11 @@ class ChainStats(msgspec.Struct):
     prefetch: PrefetchStats
     budgets: list[WriteStats | None] = []
     """Of each tier what may be written to it, and was; None of one without a budget."""
+
+
+def budgets_of(tiers: Sequence[Tier]) -> list[WriteStats | None]:
+    """What may be written to each tier, and was."""
+    return [None if tier.allowance is None else tier.allowance.stats() for tier in tiers]
 
 
 class Tally:

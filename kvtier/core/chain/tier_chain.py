@@ -17,7 +17,7 @@ from kvtier.core.chain.loads.promises import Promises
 from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST, NOWHERE
-from kvtier.core.chain.stats import ChainStats, Sample, Tally
+from kvtier.core.chain.stats import ChainStats, Sample, Tally, budgets_of
 from kvtier.core.chain.writes.cascade import Cascade
 from kvtier.core.costs.chunk_spans import Span, asked, columns, needed
 from kvtier.core.costs.hit_decision import Appraiser, Decision
@@ -391,7 +391,7 @@ class TierChain(Tier):
         ]
         tiers = [tier.stats() for tier in self.tiers]
         links, ahead = self._cascade.stats(), self.prefetches.counted()
-        budgets = [tier.allowance and tier.allowance.stats() for tier in self.tiers]
+        budgets = budgets_of(self.tiers)
         return self._tally.stats(tiers, links, self._mover.stats(), down, ahead, budgets)
 
     def close(self) -> None:
