@@ -4,4 +4,5 @@
 - `leases`: how much of that an engine holds, so that its scheduler asks nobody.
 - `metered_tier`: a tier that tells what is being written.
 - `drive_counters`: what the drive itself says was written, by nvme-cli.
+- `inspection`: what `du` and `doctor` show of it.
 """

@@ -1,6 +1,6 @@
 """What is left of a folder's write budget, in a file that its engines share.
 
-One record of 72 bytes, written in place by one call under the folder's lock: who dies leaves the
+One record of 64 bytes, written in place by one call under the folder's lock: who dies leaves the
 record before or the one after. What cannot be read, or was not written by kvtier, counts as a
 budget that is used up. So damage costs blocks that are not written, never the drive.
 """

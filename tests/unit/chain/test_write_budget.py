@@ -104,6 +104,16 @@ def test_what_is_evicted_is_written_within_it_too() -> None:
     assert kept[2] == []
 
 
+def test_what_a_disk_may_not_take_reaches_the_store_below_all_the_same() -> None:
+    rig = ChainRig([16, 64, 64])
+    rig.tiers[1].allowance = WriteAllowance(1.0, FAR, SLOT)
+    rig._begin()
+    rig.store(KEYS[:8])
+    rig.settle()
+    assert rig.resident(1, KEYS[:8]) == []
+    assert rig.resident(2, KEYS[:8]) == KEYS[:8]
+
+
 def test_what_outlived_a_restart_comes_down_within_it() -> None:
     for lease in (FAR, 0.0):
         rig = rig_with(lease, lease)

@@ -81,7 +81,7 @@ class Cascade:
         that may lack them."""
         for link in self._links:
             if link.source == tier and (origin is None or link.target < origin):
-                link.committed(self._lacking(link, keys), now)
+                self._offer(link, keys, now)
             elif link.target == origin and link.dynamic is not None:
                 link.dynamic.earned.loaded(keys)
 
@@ -254,11 +254,15 @@ class Cascade:
         return absent, left
 
     def _pass_on(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
-        """What a tier has no room for, or cannot write, may go to the one below all the same."""
+        """What a tier has no room for, cannot write, or may not, may go to the one below all the
+        same."""
         if keys:
             for below in self._links:
                 if below.source == link.target:
-                    below.committed(self._lacking(below, keys), now)
+                    self._offer(below, keys, now)
+
+    def _offer(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+        self._pass_on(link, link.committed(self._lacking(link, keys), now), now)
 
     def _count_lost(self) -> None:
         """Count what was evicted before there was time to write it down."""

@@ -132,13 +132,17 @@ class Link:
         allowance = self.allowance
         return allowance is not None and allowance.level < allowance.block_bytes
 
-    def committed(self, keys: Sequence[BlockKey], now: float) -> None:
-        """The tier above has these now, which this one lacks."""
+    def committed(self, keys: Sequence[BlockKey], now: float) -> Sequence[BlockKey]:
+        """The tier above has these now, which this one lacks; answers with those that are not
+        written for want of budget."""
         self.pressed = True
         admitted = keys if self.touches is None else self.touches.note(keys)
         worthy = self.worthy(admitted, now)
-        if self.write is WritePolicy.THROUGH:
-            self.offer(len(keys), worthy)
+        if self.write is not WritePolicy.THROUGH:
+            return []
+        self.offer(len(keys), worthy)
+        chosen = set(worthy) if len(worthy) < len(admitted) else admitted
+        return [key for key in admitted if key not in chosen] if chosen is not admitted else []
 
     def worthy(
         self, keys: Sequence[BlockKey], now: float, uses: Sequence[int] = ()
