@@ -19,8 +19,9 @@ from kvtier.types import BlockKey, Outcome, Presence
 STEP_BLOCKS = 64
 """The most blocks that one step starts to write into one tier."""
 AHEAD_BLOCKS_MAX = 256
-_STEP_REQUESTS, _REQUESTS_KEPT = 8, 1024
-"""From so many requests one step learns, and so many wait for that."""
+_STEP_KEYS, _REQUESTS_KEPT = 1024, 1024
+"""From the requests of about so many blocks one step learns, in a millisecond; and so many
+requests wait for that."""
 _TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DROPPED)
 
 
@@ -95,10 +96,11 @@ class Cascade:
             self._requests.append((keys, here))
         return [key for key, held in zip(keys, here, strict=True) if held]
 
-    def _learn(self, requests: int) -> None:
-        """Of so many requests, what was missed in host memory."""
-        for _ in range(min(requests, len(self._requests))):
+    def _learn(self, left: int) -> None:
+        """Of requests with about so many blocks, what was missed in host memory."""
+        while self._requests and left > 0:
             keys, here = self._requests.popleft()
+            left -= len(keys)
             for link in self._budgeted:
                 assert link.dynamic is not None
                 link.dynamic.earned.request(keys, here)
@@ -143,7 +145,7 @@ class Cascade:
 
     def step(self, now: float) -> None:
         """Start what there is room for."""
-        self._learn(_STEP_REQUESTS)
+        self._learn(_STEP_KEYS)
         self._count_lost()
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
             return
