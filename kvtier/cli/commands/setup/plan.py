@@ -106,12 +106,10 @@ def plan(
     links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
-    rows: list[Row] = []
-    budgets: list[BudgetRow] = []
+    rows, budgets = list[Row](), list[BudgetRow]()
     if requests is not None:
-        of_each = block_tokens or _BLOCK_TOKENS
-        rows = run_sweep(stack, expectation, requests, of_each, factors, exact)
-        budgets = run_budgets(stack, expectation, requests, of_each, exact)
+        asked = (stack, expectation, requests, block_tokens or _BLOCK_TOKENS)
+        rows, budgets = run_sweep(*asked, factors, exact), run_budgets(*asked, exact)
     _report(expectation, rows, budgets, json)
     if svg is not None:
         plots.write(svg, plot(rows))
