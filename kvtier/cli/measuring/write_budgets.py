@@ -20,6 +20,8 @@ from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 SHARES = (1.0, 0.5, 0.25, 0.1)
 KEPT = 0.9
 """The smallest budget is recommended with which so large a part of the hits remains."""
+_EFFORT = 3
+"""A budget's run takes more time than a size's: it is done with a smaller part of a long trace."""
 _DAY_S = 86400.0
 _GIB = 1 << 30
 
@@ -56,7 +58,8 @@ def run_budgets(
     wearing = [at for at, settings in enumerate(config.tiers) if _wears(settings)]
     if not wearing or not trace.seconds:
         return []
-    part, share = part_of(trace, len(config.tiers), 1 + len(SHARES) * len(wearing), exact)
+    runs = 1 + (len(SHARES) - 1) * len(wearing)
+    part, share = part_of(trace, len(config.tiers), _EFFORT * runs, exact)
     plans = plans_of(config, expectation, block_bytes, 1.0, share)
     free = [msgspec.structs.replace(plan, writes=None) for plan in plans]
     (whole,) = simulate_all([(part, free)])
