@@ -58,8 +58,8 @@ def run_budgets(
     wearing = [at for at, settings in enumerate(config.tiers) if _wears(settings)]
     if not wearing or not trace.seconds:
         return []
-    runs = 1 + (len(SHARES) - 1) * len(wearing)
-    part, share = part_of(trace, len(config.tiers), _EFFORT * runs, exact)
+    sizes = _EFFORT * (1 + (len(SHARES) - 1) * len(wearing))
+    part, share = part_of(trace, len(config.tiers), sizes, exact)
     plans = plans_of(config, expectation, block_bytes, 1.0, share)
     free = [msgspec.structs.replace(plan, writes=None) for plan in plans]
     (whole,) = simulate_all([(part, free)])
