@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -152,6 +152,13 @@ INPUTS ?= 20000
 fuzz: $(STAMP)
 	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
 		$(if $(ONLY),--only "$(ONLY)")
+
+# What write budgets of a disk leave of the hits (TRACE=requests.jsonl), and whether all that is
+# written to a folder (AUDIT=, on a real disk) is counted.
+AUDIT ?= .
+
+bench-wear: $(STAMP)
+	$(BIN)/python -m benchmarks.wear $(if $(TRACE),--trace "$(TRACE)") --audit "$(AUDIT)"
 
 bench-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.plan

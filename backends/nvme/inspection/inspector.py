@@ -13,7 +13,10 @@ from kvtier.backends.nvme.inspection.filling import NvmeFilling
 from kvtier.backends.nvme.inspection.garbage import find_garbage, remove_home
 from kvtier.backends.nvme.inspection.offline_locks import remove_broken_slab, slab_held
 from kvtier.backends.nvme.settings import NvmeSettings
+from kvtier.backends.nvme.wear.inspection import check_writes, writes_to
+from kvtier.backends.nvme.wear.write_ledger import NAME as WRITES
 from kvtier.core.inspection import Cleared, Depth, Finding, Garbage, Part
+from kvtier.core.inspection.contents import Writes
 from kvtier.core.inspection.measuring import BENCH_MARK
 from kvtier.core.inspection.media_files import (
     NAMESPACE_ID,
@@ -58,7 +61,7 @@ class NvmeInspector(SlabInspector[NvmeSettings]):
             home = root / name
             if NAMESPACE_ID.fullmatch(name) and home.is_dir() and not home.is_symlink():
                 self._look_at_home(home, locked)
-            elif name != "lock" and not name.startswith(BENCH_MARK):
+            elif name not in ("lock", WRITES) and not name.startswith(BENCH_MARK):
                 found.strangers.append(name)
         self.count(found)
         found.unseen = False
@@ -133,7 +136,15 @@ class NvmeInspector(SlabInspector[NvmeSettings]):
             self.forget_troubles(f"{home}/")
 
     def checks(self) -> Iterator[Finding]:
-        return check_disk(self.area(), self.settings)
+        yield from check_disk(self.area(), self.settings)
+        yield from check_writes(self.area(), self.settings)
+
+    def writes(self) -> Writes | None:
+        return writes_to(self.settings, self.capacity())
+
+    def moved_to(self, folder: Path) -> dict[str, object]:
+        """Without the write budget: what is measured there is the disk."""
+        return super().moved_to(folder) | {"writes": None, "endurance": None}
 
     def kept_free(self) -> int:
         return self.settings.free_floor.bytes

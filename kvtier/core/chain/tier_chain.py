@@ -17,7 +17,7 @@ from kvtier.core.chain.loads.promises import Promises
 from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST, NOWHERE
-from kvtier.core.chain.stats import ChainStats, Sample, Tally
+from kvtier.core.chain.stats import ChainStats, Sample, Tally, budgets_of
 from kvtier.core.chain.writes.cascade import Cascade
 from kvtier.core.costs.chunk_spans import Span, asked, columns, needed
 from kvtier.core.costs.hit_decision import Appraiser, Decision
@@ -271,7 +271,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self.promises.count_again()
-        self._cascade.committed(HOST, self._ledger.commit(keys, failed))
+        self._cascade.committed(HOST, self._ledger.commit(keys, failed), self._clock())
 
     # between the steps of an engine
 
@@ -335,7 +335,7 @@ class TierChain(Tier):
                 self._tally.ended(settled, result)
                 self._ended += settled.landed
                 loaded = self._ahead.settled(settled, now)
-                self._cascade.committed(HOST, loaded, settled.move.transfer.source)
+                self._cascade.committed(HOST, loaded, now, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
             budget -= len(result.outcomes)
@@ -391,7 +391,8 @@ class TierChain(Tier):
         ]
         tiers = [tier.stats() for tier in self.tiers]
         links, ahead = self._cascade.stats(), self.prefetches.counted()
-        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead)
+        budgets = budgets_of(self.tiers)
+        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead, budgets)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

@@ -123,6 +123,30 @@ class SlotMap(Protocol):
         """All of them, in at most so many stretches."""
 
 
+class DriveWear(msgspec.Struct, kw_only=True):
+    """What one drive says of itself; None and a problem, where it cannot be asked."""
+
+    device: str
+    written: int | None = None
+    percent_used: int | None = None
+    """Of its endurance, as its maker counts that."""
+    problem: str = ""
+
+
+class Writes(msgspec.Struct, kw_only=True):
+    """What is known of the writes to a medium that wears."""
+
+    per_day: float | None = None
+    """The budget, in bytes."""
+    left: float | None = None
+    """What may be written now."""
+    written: float | None = None
+    """Bytes, by all engines and commands with a budget, since `since`."""
+    since: float | None = None
+    """Seconds since 1970."""
+    drives: list[DriveWear] = []
+
+
 class Contents(msgspec.Struct, kw_only=True):
     """One tier's medium, seen from outside."""
 

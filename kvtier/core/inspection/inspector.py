@@ -29,6 +29,7 @@ from kvtier.core.inspection.contents import (
     Reach,
     SlotMap,
     Stored,
+    Writes,
 )
 from kvtier.core.inspection.filling import TAKE_ALL, Filling, TierOpener
 from kvtier.core.inspection.findings import Finding, Garbage
@@ -250,6 +251,10 @@ class Inspector(ABC, Generic[S]):
         with folder_beside(home, room, self.kept_free()) as folder:
             wanted = TAKE_ALL | {"capacity": Capacity(ByteSize(with_slack(room)))}
             yield msgspec.structs.replace(self.settings, **wanted, **self.moved_to(folder))
+
+    def writes(self) -> Writes | None:
+        """What was written to a medium that wears, and what may be; None where nobody counts."""
+        return None
 
     def kept_free(self) -> int:
         """How many bytes the tier leaves free on its file system."""

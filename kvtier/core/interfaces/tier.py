@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.types import (
     BlockKey,
     FilePlace,
@@ -58,6 +59,8 @@ class Tier(ABC):
     nobody need wait any longer to try."""
     learning: bool = False
     """Whether it has still to learn what its medium holds: what it lacks may well be there."""
+    allowance: WriteAllowance | None = None
+    """What may be written to its medium now; None: as much as comes."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:

@@ -4,7 +4,7 @@ Backends derive their own settings from `TierSettings` and build them from the t
 files of a stack, which hold such settings, are read in `kvtier.config`.
 
 - `tier_settings`: `TierSettings`, the words of its settings, and limits of numbers.
-- `values`: sizes, capacities, durations and secrets, and msgspec's hooks for them.
+- `values`: sizes, capacities, durations, rates and secrets, and msgspec's hooks for them.
 - `prefetch_settings`: what is brought into CPU memory ahead of time.
 - `folder_access`: whether a tier may keep its files in a folder.
 """
@@ -27,6 +27,7 @@ from kvtier.core.settings.values import (
     Capacity,
     Duration,
     Secret,
+    WriteRate,
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Threads",
     "TierSettings",
     "WritePolicy",
+    "WriteRate",
     "check_capacity",
     "standing_folder",
 ]

@@ -12,6 +12,7 @@ from prometheus_client import Gauge
 
 from kvtier.core.chain.stats import ChainStats
 from kvtier.core.costs.link_rates import LinkCosts
+from kvtier.core.wear.allowance import WriteStats
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.protocol import Report
@@ -21,6 +22,7 @@ _EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _DOWN, _MISSES = "kvtier:tier_down", "kvtier:miss_blocks"
+_ENDURANCE = "kvtier:drive_endurance_used_ratio"
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:hit_blocks": ("Blocks that loads found in a tier", ("tier",)),
@@ -70,6 +72,17 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:bytes_used": ("Bytes in use of a tier's capacity", ("tier",)),
     "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
     "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
+    "kvtier:write_budget_bytes_per_second": (
+        "Bytes that may be written to a tier in the long run",
+        ("tier",),
+    ),
+    "kvtier:write_budget_left_bytes": ("Bytes of that budget that may be written now", ("tier",)),
+    "kvtier:write_budget_used_bytes": (
+        "Bytes written to a tier since it has a budget, by all engines that share it",
+        ("tier",),
+    ),
+    "kvtier:drive_written_bytes": ("What a tier's drive says was ever written to it", ("tier",)),
+    _ENDURANCE: ("The part of its endurance that it has used", ("tier",)),
     "kvtier:quarantined_blocks": ("Blocks whose place is not used again", ("tier",)),
     _DOWN: ("1 while a tier fails, or is left alone because it has", ("tier",)),
     "kvtier:link_bytes_per_second": ("Measured speed of the way from a tier", ("link",)),
@@ -87,7 +100,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 _TRANSFER = "kvtier:transfer_seconds"
-_JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min}
+_JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min, _ENDURANCE: max}
 
 
 def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +133,18 @@ def _by_label(
         known = found.get((name, labels))
         found[name, labels] = value if known is None else join(known, value)
     return found
+
+
+def _written(
+    budget: WriteStats, label: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Gauges of a tier with a write budget."""
+    yield "kvtier:write_budget_bytes_per_second", label, budget.rate
+    yield "kvtier:write_budget_left_bytes", label, budget.left
+    yield "kvtier:write_budget_used_bytes", label, budget.written
+    if budget.drive_written is not None and budget.drive_used is not None:
+        yield "kvtier:drive_written_bytes", label, budget.drive_written
+        yield _ENDURANCE, label, budget.drive_used
 
 
 class Meter:
@@ -223,6 +248,9 @@ class Meter:
             yield "kvtier:bytes_used", label, tier.bytes_used
             yield "kvtier:bytes_capacity", label, tier.bytes_capacity
             yield "kvtier:pinned_blocks", label, tier.pinned
+        for tier, budget in zip(found.tiers, found.budgets, strict=False):
+            if budget is not None:
+                yield from _written(budget, (tier.medium,))
         for link in found.links:
             yield "kvtier:waiting_blocks", (link.target,), link.waiting
             yield "kvtier:behind_blocks", (link.target,), link.behind
