@@ -293,7 +293,6 @@ def test_what_a_session_will_ask_for_comes_up(opened: Callable[..., Stack]) -> N
     serve(asking, "next", ends, parameters={"session": "s"})
     served.on_schedule_end()
     assert served.hints._early == {}
-    assert served.idle
 
 
 def test_prefetches_for_sessions_end(opened: Callable[..., Stack]) -> None:
