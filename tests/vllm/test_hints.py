@@ -39,6 +39,7 @@ def test_what_is_retained_outlives_floods_and_a_restart(
     world: World, model: Callable[..., Path]
 ) -> None:
     stack = world.stack(capacity="24MiB") | {"retain": {"share": SHARE}}
+    stack["tiers"] = [tier | {"eviction": "lru"} for tier in stack["tiers"]]
     stack["tiers"][1]["capacity"] = "48MiB"
     with world.engine(model("llama"), stack=stack) as engine:
         hints = importlib.util.find_spec("vllm.v1.kv_hints") is not None  # 0.31 has none
