@@ -23,6 +23,8 @@ from kvtier.vllm.scheduler.hint_actions import (
 from kvtier.vllm.scheduler.request_state import RequestState
 
 PREFETCHES_MAX = 64
+BLOCKS_MAX = 4096
+"""The most that is looked for at once, in a few milliseconds."""
 AWAITED_S = 60.0
 """So long what was prefetched for a session waits for its next request."""
 BEGINS_S = 5.0
@@ -83,7 +85,7 @@ class Hints:
 
     def _prefetch(self, request: str, session: str) -> None:
         prefetches = self._chain.prefetches
-        keys = self._chain.retention.blocks_of(session) if prefetches.on else []
+        keys = self._chain.retention.blocks_of(session)[:BLOCKS_MAX] if prefetches.on else []
         if keys and (session in self._early or len(self._early) < PREFETCHES_MAX):
             self._end_early(session, served=True)
             self._early[session] = _Early(request, self._clock())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvtier import Stack
 from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.settings import ByteSize
 from kvtier.types import BlockKey, Presence
+from kvtier.vllm.hooks.request_hints import said_of
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler.hint_actions import (
     ACTIONS_MAX,
@@ -81,6 +83,16 @@ def test_the_actions_of_others() -> None:
         Prefetch("s"),
         Prefetch(""),
     ]
+
+
+def test_what_comes_with_a_request() -> None:
+    sent = SimpleNamespace(action_type="kv.deref", action_version="1.0", payload={})
+    hints = SimpleNamespace(actions=[sent])
+    before = SimpleNamespace(kv_transfer_params={"retain_s": 1})  # as 0.31 has it
+    assert said_of(before) == ({"retain_s": 1}, [])
+    for each, actions in ((None, []), (hints, [action("kv.deref")])):
+        request = SimpleNamespace(kv_transfer_params=None, kv_hints=each)
+        assert said_of(request) == (None, actions)
 
 
 @pytest.mark.parametrize(
