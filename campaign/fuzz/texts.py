@@ -94,9 +94,8 @@ def _hints() -> Target:
             Understanding().wishes(None, [Action("kv.retain", "1.0", each)])
             Understanding().wishes(each, [Action("kv.release", "1.0", each)])
 
-    return Target(
-        name="hints", corpus=[_HINTS], parse=parse, typed=(msgspec.DecodeError,), words=_JSON
-    )
+    no_json = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the server answers that
+    return Target(name="hints", corpus=[_HINTS], parse=parse, typed=no_json, words=_JSON)
 
 
 def _trace(folder: Path) -> Target:

@@ -251,7 +251,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def _end_with_hints(self, request: Any) -> None:
         request_hints.make_keys(self, request)
         ends = request_states.prompt_ends(self, request)
-        self._manager.hints.ended(request.request_id, ends)
+        self._manager.hints.ended(request.request_id, ends, request.num_prompt_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return self.request_finished(request, block_ids)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from kvtier.core.chain.plan import NOWHERE
 from kvtier.core.chain.tier_chain import TierChain
 from kvtier.core.costs.chunk_spans import Shape
 from kvtier.core.retained.retained_blocks import NO_SESSION
@@ -117,8 +118,9 @@ class Hints:
 
     # -- the end of a request --------------------------------------------------------------------
 
-    def ended(self, request: str, ends: Mapping[bytes, int]) -> None:
-        """A request ends, and has these keys: what it wished for begins now."""
+    def ended(self, request: str, ends: Mapping[bytes, int], prompt: int) -> None:
+        """A request ends, and has these keys: what it wished for begins now. What was generated
+        after so many tokens of its `prompt` counts as far as it was stored."""
         wishes = self._wishes.pop(request, None)
         if not wishes:
             return
@@ -126,7 +128,7 @@ class Hints:
         state, (shapes, epoch) = self._requests.get(request), self._words()
         if state is not None and state.kept and not state.refused:
             state.arrange(shapes, ends, epoch)
-            used = self._used(state, shapes)
+            used = self._stored(self._used(state, shapes), prompt)
         retention = self._chain.retention
         for wish in wishes:
             if isinstance(wish, Retain):
@@ -149,6 +151,12 @@ class Hints:
             tokens = shapes[state.columns[0].group].tokens
             return [(key, (at + 1) * tokens) for at, key in enumerate(keys)]
         return [(key, state.ends[key][0]) for key in keys]
+
+    def _stored(self, used: list[tuple[BlockKey, int]], prompt: int) -> list[tuple[BlockKey, int]]:
+        """These without what is behind the prompt and in no tier."""
+        behind = [key for key, end in used if end > prompt]
+        places = dict(zip(behind, self._chain.locate(behind), strict=True))
+        return [(key, end) for key, end in used if places.get(key) != NOWHERE]
 
     def gone(self, request: str) -> None:
         """It has ended, whatever became of it."""

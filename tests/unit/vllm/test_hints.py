@@ -206,7 +206,7 @@ def serve(asking: Asking, request: str, ends: dict[bytes, int], **said: Any) -> 
     served.uses(request, ends)
     _, errand = served.prepare_store(list(ends), request)
     served.report(errand.number, Report(1, reads_files=False))
-    served.hints.ended(request, ends)
+    served.hints.ended(request, ends, said.get("prompt", 1 << 40))
     served.on_request_finished(request)
     served.on_schedule_end()
 
@@ -250,6 +250,18 @@ def test_a_range_of_tokens_is_retained(opened: Callable[..., Stack]) -> None:
     assert stack.chain.retention.blocks_of("s") == list(ends)[:1]
 
 
+def test_what_was_generated_and_not_stored_takes_no_place(opened: Callable[..., Stack]) -> None:
+    stack = opened()
+    asking = manager(stack, FULL)
+    ends = asking.keys(6)
+    stored = dict(list(ends.items())[:3])
+    serve(asking, "stores", stored)
+    asking.manager.on_new_request("a")
+    asking.manager.hints.said("a", {"session": "s"}, ())
+    asking.manager.hints.ended("a", ends, 2 * CHUNK)
+    assert stack.chain.retention.blocks_of("s") == list(stored)
+
+
 def test_a_session_that_is_over_goes_first(opened: Callable[..., Stack]) -> None:
     stack = opened()
     asking = manager(stack, FULL)
@@ -270,7 +282,7 @@ def test_after_a_reset_nothing_is_retained(opened: Callable[..., Stack]) -> None
     asking.manager.on_new_request("b")
     asking.manager.hints.said("b", {"session": "s"}, ())
     asking.manager.reset()
-    asking.manager.hints.ended("b", asking.keys(4))
+    asking.manager.hints.ended("b", asking.keys(4), 4 * CHUNK)
     assert stack.chain.tiers[0].stats().retained == 0
     assert not asking.manager.hints._wishes
 
