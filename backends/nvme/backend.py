@@ -87,6 +87,7 @@ class NvmeBackend(Backend[NvmeSettings]):
         )
         keeper = (ReadOnlyKeeper if only_read else Keeper)(folder, limits)
         tier = NvmeTier(keeper, create_policy(settings.eviction))
+        tier.engine = context.engine
         tier.in_files = not only_read  # workers open files to write, too
         keeper.start()
         return tier

@@ -13,6 +13,7 @@ from kvtier.backends.nvme.duplicate_blocks import Copies
 from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
+from kvtier.backends.nvme.retained_blocks import RetainingNvmeTier
 from kvtier.backends.nvme.single_thread import serialized
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
@@ -23,14 +24,7 @@ from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
 from kvtier.core.slab.memory import give_back_memory
 from kvtier.core.slab.tier import SlabTier
-from kvtier.types import (
-    BlockKey,
-    EventKind,
-    FilePlace,
-    LoadStoreSpec,
-    Outcome,
-    TierStats,
-)
+from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, Outcome, TierStats
 
 _AHEAD_BYTES = 1 << 30
 """Slabs are made before they are needed: with room for so much, which a burst of stores may bring,
@@ -44,7 +38,7 @@ _UPDATE_SLOTS = 1 << 11
 neighbour may be a million."""
 
 
-class NvmeTier(MeteredTier):
+class NvmeTier(RetainingNvmeTier, MeteredTier):
     """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
 
     in_files = True

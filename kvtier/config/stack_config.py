@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvtier.core.settings import Count, Gds, PrefetchSettings, TierSettings
+from kvtier.core.settings import Count, Gds, PrefetchSettings, RetainSettings, TierSettings
 from kvtier.errors import ConfigError
 
 VERSION = 1
@@ -95,6 +95,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How bytes are moved between the tiers."""
     prefetch: PrefetchSettings = PrefetchSettings()
     """What is brought into CPU memory before anybody asks for it."""
+    retain: RetainSettings = RetainSettings()
+    """What is kept because a request, a hint or `kvtier pin` asked for it."""
     tiers: tuple[TierSettings, ...]
     """The tiers, in the order in which they are asked; the first must be host memory."""
 

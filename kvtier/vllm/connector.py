@@ -28,6 +28,7 @@ from kvtier.vllm.hooks import (
     failure_tolerant_worker,
     interfaces,
     orphaned_engine,
+    request_hints,
     request_states,
     scheduler_steps,
     waiting_queue,
@@ -166,8 +167,14 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.expect(request.request_id)
         if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
+        self._heed_hints(request)
         if self._manager.ahead.on and not self._without_hits:
             self._prefetch(request)
+
+    @guarded(lambda: None)
+    def _heed_hints(self, request: Any) -> None:
+        """Others may know how its blocks will be used."""
+        self._manager.hints.said(request.request_id, *request_hints.said_of(request))
 
     @guarded(lambda: None)
     def _prefetch(self, request: Any) -> None:
@@ -232,11 +239,19 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._idle_requests.forget(request.request_id)
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
+        if self._manager.hints.any_of(request.request_id):
+            self._end_with_hints(request)
         found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
             answer = prefill_handoff.answer(request.kv_transfer_params)
         return held, answer
+
+    @guarded(lambda: None)
+    def _end_with_hints(self, request: Any) -> None:
+        request_hints.make_keys(self, request)
+        ends = request_states.prompt_ends(self, request)
+        self._manager.hints.ended(request.request_id, ends, request.num_prompt_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return self.request_finished(request, block_ids)

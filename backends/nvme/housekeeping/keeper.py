@@ -67,7 +67,10 @@ class Keeper:
         self.uses = Uses()
         self.when_idle: Callable[[], None] = lambda: None
         """Called between rounds: a tier that nobody calls must apply its updates all the same."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Called once, when there is no further round."""
         self._problems = Problems(folder.root)
+        self.warn_once = self._problems.warn_once
         self._watch = SlabWatch(folder, self.updates, self._problems)
         self._known, self._broken = self._watch.known, self._watch.broken
         self._given: dict[int, float] = {}
@@ -114,6 +117,8 @@ class Keeper:
                 self.work()
                 with self._problems.tolerated(Exception):
                     self.when_idle()
+        with self._problems.tolerated(Exception):
+            self.at_end()
         self._end()
 
     def pause(self) -> float:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from kvtier.backends.nvme.folder.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
+from kvtier.backends.nvme.folder.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    list_files,
+    pins_path,
+    used_bytes,
+)
 from kvtier.backends.nvme.inspection.checks import check_disk
 from kvtier.backends.nvme.inspection.filling import NvmeFilling
 from kvtier.backends.nvme.inspection.garbage import find_garbage, remove_home
 from kvtier.backends.nvme.inspection.offline_locks import remove_broken_slab, slab_held
+from kvtier.backends.nvme.inspection.pins import pin, unpin
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear.inspection import check_writes, writes_to
 from kvtier.backends.nvme.wear.write_ledger import NAME as WRITES
@@ -32,7 +39,7 @@ from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
 from kvtier.core.slab.slab_files import Slab
 from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError, MediumInUse
-from kvtier.types import NAMESPACE_BYTES_MAX
+from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey
 
 
 class NvmeInspector(SlabInspector[NvmeSettings]):
@@ -110,6 +117,16 @@ class NvmeInspector(SlabInspector[NvmeSettings]):
 
     def read_slab(self, table: Path) -> SlabHeader:
         return _read_table(table)[0]
+
+    def lists(self, namespace: str) -> list[Path]:
+        home = self.root / namespace
+        return [*list_files(home), pins_path(home)]
+
+    def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
+        return pin(self.root, self.root / namespace, keys, until, most)
+
+    def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
+        return unpin(self.root, self.root / namespace, keys)
 
     def held(self, slab: Slab) -> AbstractContextManager[None]:
         return slab_held(slab.table)

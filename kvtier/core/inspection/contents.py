@@ -75,6 +75,14 @@ class Block(msgspec.Struct, kw_only=True):
         return self.place
 
 
+class Hold(NamedTuple):
+    """Somebody who retains a block, and until when."""
+
+    session: str
+    until: float
+    """Seconds since 1970; infinite, without an end."""
+
+
 class Part(msgspec.Struct, kw_only=True):
     """What one tier holds of one namespace."""
 
@@ -85,6 +93,8 @@ class Part(msgspec.Struct, kw_only=True):
     bytes: int = 0
     """Records with their headers."""
     quarantined: int = 0
+    retained: int = 0
+    """Those of the blocks that are evicted last, because somebody asked for it."""
     oldest: float | None = None
     newest: float | None = None
     hits: int | None = None

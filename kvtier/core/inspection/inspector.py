@@ -24,6 +24,7 @@ from kvtier.core.inspection.contents import (
     Cleared,
     Contents,
     Depth,
+    Hold,
     InspectorContext,
     Part,
     Reach,
@@ -42,7 +43,7 @@ from kvtier.core.interfaces.tier import TierContext
 from kvtier.core.settings import ByteSize, Capacity, TierSettings
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, KVTierError, Unsupported
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
 S = TypeVar("S", bound=TierSettings)
 
@@ -178,6 +179,21 @@ class Inspector(ABC, Generic[S]):
         except (KVTierError, OSError) as error:
             if (said := said_of(error)) not in self.contents.troubles:
                 self.contents.troubles.append(said)
+
+    # -- what is retained
+
+    def holds(self, namespace: str) -> dict[BlockKey, list[Hold]]:
+        """By whom blocks of a namespace are retained, as far as the medium remembers it."""
+        return {}
+
+    def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
+        """Have engines retain these blocks until then, whether they are there or not, and as many
+        as `most` with those that were pinned before; how many are now."""
+        raise self._cannot("remember what is pinned", "leave it out with --tier")
+
+    def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
+        """Take that back for these, or for all; how many were pinned."""
+        raise self._cannot("remember what is pinned", "leave it out with --tier")
 
     # -- what records are worth
 

@@ -59,6 +59,16 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kvtier:prefetch_saved_seconds": ("By how much prefetching made loads shorter, all in all", ()),
     "kvtier:warmed_blocks": ("Blocks brought into CPU memory after the start", ("tier",)),
+    "kvtier:retain_refused_blocks": (
+        "Blocks that were to be retained in a tier, and for which there was no place, or none any "
+        "more",
+        ("tier",),
+    ),
+    "kvtier:released_blocks": (
+        "Blocks that a tier retained until their session was over",
+        ("tier",),
+    ),
+    "kvtier:ignored_hints": ("Hints that are not known, or not as they should be", ("reason",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
@@ -83,6 +93,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kvtier:drive_written_bytes": ("What a tier's drive says was ever written to it", ("tier",)),
     _ENDURANCE: ("The part of its endurance that it has used", ("tier",)),
+    "kvtier:retained_blocks": (
+        "Blocks that a tier evicts last because somebody asked for it, once they are there",
+        ("tier",),
+    ),
     "kvtier:quarantined_blocks": ("Blocks whose place is not used again", ("tier",)),
     _DOWN: ("1 while a tier fails, or is left alone because it has", ("tier",)),
     "kvtier:link_bytes_per_second": ("Measured speed of the way from a tier", ("link",)),
@@ -210,6 +224,8 @@ class Meter:
             yield _MISSES, label, found.misses[index]
             yield "kvtier:stored_blocks", label, tier.stored
             yield "kvtier:evicted_blocks", label, tier.evicted
+            yield "kvtier:retain_refused_blocks", label, tier.retain_refused
+            yield "kvtier:released_blocks", label, tier.released
             yield "kvtier:corrupt_blocks", label, tier.corrupt
             yield "kvtier:dropped_blocks", label, tier.dropped
             ahead = found.prefetch
@@ -230,6 +246,8 @@ class Meter:
             yield "kvtier:left_blocks", (name,), costs.refused
             yield "kvtier:probed_blocks", (name,), costs.probed
         yield "kvtier:prefetch_saved_seconds", (), found.prefetch.saved_seconds
+        for reason, count in self._manager.hints.ignored.items():
+            yield "kvtier:ignored_hints", (reason,), count
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:late_loads", (), self._manager.late_loads
         yield "kvtier:copied_bytes", (), self._copied
@@ -248,6 +266,7 @@ class Meter:
             yield "kvtier:bytes_used", label, tier.bytes_used
             yield "kvtier:bytes_capacity", label, tier.bytes_capacity
             yield "kvtier:pinned_blocks", label, tier.pinned
+            yield "kvtier:retained_blocks", label, tier.retained
         for tier, budget in zip(found.tiers, found.budgets, strict=False):
             if budget is not None:
                 yield from _written(budget, (tier.medium,))
