@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def _reopened(round: Round, stack: Stack, config: dict[str, Any]) -> Stack:
 def _full_service(round: Round, stack: Stack) -> None:
     """Each tier that the stack has keeps what is stored from now on."""
     for number, tier in enumerate(stack.chain.tiers):
-        kept = _eventually(lambda start, number=number: _keeps(stack, number, start))
+        kept = _eventually(partial(_keeps, stack, number))
         round.check(kept, f"when all was well again, {tier.medium} kept nothing")
         round.counts["full service afterwards"] += kept
 

@@ -391,6 +391,10 @@ class Host(Slowed):
         found = {m.labels["source"]: m.value for m in self._llm.get_metrics() if m.name == name}
         return {source: value for source, value in found.items() if value}
 
+    def counted(self, counter: str) -> float:
+        """One of our counters as vLLM tells it now, over all its labels."""
+        return float(sum(m.value for m in self._llm.get_metrics() if m.name == counter))
+
     def resident(self) -> int:
         """The bytes of memory that are this process's own, without what it has freed."""
         gc.collect()
