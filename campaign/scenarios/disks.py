@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from campaign.round import Round, Scenario
 from campaign.stacks import SLOT, described, idle, payloads, wrong_in
 from kvtier import Stack
-from kvtier.errors import MediumError
+from kvtier.errors import ConfigErrors, MediumError
 from kvtier.testing.records import NAMESPACE, make_keys
 
 _BLOCKS = 64
@@ -28,8 +28,8 @@ class Disks(Scenario):
     name = "disks"
     about = (
         "The folder of the NVMe tier and that of the store are file systems of their own (tmpfs): "
-        "others fill one up, it is mounted read-only, or taken away and mounted again, empty, "
-        "under a stack that serves, or before one that opens. At every moment right bytes or a "
+        "others fill one up, it is mounted read-only, or it is away for a while, under "
+        "a stack that serves, or before one that opens. At every moment right bytes or a "
         "miss, nothing raised but what is typed; and full service once all is well."
     )
     limit_s = 240.0
@@ -54,11 +54,14 @@ class Disks(Scenario):
                 trouble = round.dice.choice((mount.filled, mount.read_only, mount.away))
                 said = f"{mount.path.name} {trouble.__name__}"
                 round.counts[f"spells, {said}"] += 1
+                again = round.dice.random() < 0.4
                 with trouble():
                     _use(round, stack, said)
-                    if round.dice.random() < 0.4:
+                    if again:
                         stack = _reopened(round, stack, config)
                         _use(round, stack, f"{said}, and opened anew")
+                if again:  # what opened amid it may lack a tier, or have it in another place
+                    stack = _reopened(round, stack, config)
                 _use(round, stack, f"after {said}")
             _full_service(round, stack)
         finally:
@@ -66,32 +69,36 @@ class Disks(Scenario):
 
 
 class Mount:
-    """A file system in a folder."""
+    """A file system, and the folder at which it is found."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        self._device = path.with_name(f"{path.name}-device")
+        for folder in (path, self._device):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def attach(self) -> bool:
         """False if this is not allowed here."""
         options = f"size={_ROOM},mode=700"
-        return _run("mount", "-t", "tmpfs", "-o", options, "kvtier-campaign", str(self.path))
+        made = _run("mount", "-t", "tmpfs", "-o", options, "kvtier-campaign", str(self._device))
+        return made and self._bind()
+
+    def _bind(self) -> bool:
+        return _run("mount", "--bind", str(self._device), str(self.path))
 
     def detach(self) -> None:
-        """At once, though its files are open."""
-        _run("umount", "--lazy", str(self.path))
+        """At once, though files are open."""
+        for folder in (self.path, self._device):
+            _run("umount", "--lazy", str(folder))
 
     @contextmanager
     def filled(self) -> Iterator[None]:
         """Somebody else has taken all the room."""
         others = self.path / "others"
-        with others.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(SLOT))
-                    file.flush()
-            except OSError:
-                pass
+        with suppress(OSError), others.open("wb") as file:
+            while True:
+                file.write(bytes(SLOT))
+                file.flush()
         try:
             yield
         finally:
@@ -106,16 +113,17 @@ class Mount:
         try:
             yield
         finally:
-            self.detach()
+            assert _run("umount", "--lazy", here)
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Its files are gone, and the next ones are others."""
-        self.detach()
+        """As a network's or a cable's: it comes back as it was. (Another one in its place is not
+        used until the engine is started again.)"""
+        assert _run("umount", "--lazy", str(self.path))
         try:
             yield
         finally:
-            assert self.attach()
+            assert self._bind()
 
 
 def _run(*command: str) -> bool:
@@ -145,7 +153,7 @@ def _reopened(round: Round, stack: Stack, config: dict[str, Any]) -> Stack:
         tiers = [tier for tier in config["tiers"] if tier["kind"] not in without]
         try:
             return Stack.open(config | {"tiers": tiers}, NAMESPACE)
-        except MediumError:
+        except (MediumError, ConfigErrors):
             round.counts["openings refused with a sentence"] += 1
     raise AssertionError("host memory alone cannot be opened")
 

@@ -337,7 +337,7 @@ def test_embeddings(world: World, model: Callable[..., Path], pooling: str) -> N
             assert (facts["pending"], facts["chain"]["tiers"][0]["stored"]) == (0, chunks)
             hits = facts["chain"]["hits"][0]
             assert (hits > 0) is (pooling == "LAST" and turn == 1)
-            assert engine.counted(counter="kvtier:hit_blocks") == sum(facts["chain"]["hits"])
+            assert engine.counted(counter="kvtier:hit_blocks_total") == sum(facts["chain"]["hits"])
             engine.forget_engine_cache()
     assert (facts["failed_loads"], facts["mistakes"]) == (0, 0)
 
