@@ -178,6 +178,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     junction = _passed_on(ChainManager.junction, lambda: 0)
     keep_no_more = _passed_on(ChainManager.keep_no_more)
     distrust_stores = _passed_on(ChainManager.distrust_stores)
+    tell_now = _passed_on(Meter.tell_now, to="_meter")
 
     # -- loads
 

@@ -397,6 +397,13 @@ class Host(Slowed):
         found = {m.labels["source"]: m.value for m in self._llm.get_metrics() if m.name == name}
         return {source: value for source, value in found.items() if value}
 
+    def counted(self, counter: str) -> float:
+        """One of our counters as Prometheus has it now, over all its labels."""
+        from prometheus_client import REGISTRY
+
+        samples = [each for metric in REGISTRY.collect() for each in metric.samples]
+        return sum(each.value for each in samples if each.name == counter)
+
     def resident(self) -> int:
         """The bytes of memory that are this process's own, without what it has freed."""
         gc.collect()

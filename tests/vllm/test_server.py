@@ -27,6 +27,20 @@ HANGS_S = 300
 FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
 
 
+HANGING_DISK = """
+import os, sys, time
+if "kvtier.move.process_main" in sys.orig_argv:
+    from kvtier.core.system.disk import Disk
+    write = Disk.writev
+    def later(*arguments):
+        while os.path.exists({hangs!r}):
+            time.sleep(0.01)
+        return write(*arguments)
+    Disk.writev = later
+"""
+"""What Python runs first: a disk that takes nothing while there is a file."""
+
+
 class Serving:
     """A model, a stack in a file, and servers on them."""
 
@@ -196,15 +210,26 @@ def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..
 
 
 def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None:
-    """vLLM kills its engine at once unless it is told to wait."""
+    """vLLM kills its engine at once unless it is told to wait; and what waits for a disk is not
+    waited for as long."""
     serving = Serving(world, model("llama"))
-    with serving.start("--shutdown-timeout", str(HANGS_S)) as server:
+    hangs, custom = world.folder / "hangs", world.folder / "custom"
+    custom.mkdir()
+    (custom / "sitecustomize.py").write_text(HANGING_DISK.format(hangs=str(hangs)))
+    path = os.pathsep.join([str(custom), os.environ.get("PYTHONPATH", "")])
+    chunks = len(TEXT) // 256
+    with serving.start("--shutdown-timeout", str(3 * HANGS_S), PYTHONPATH=path) as server:
         serving.ask(server)
         server.settle()
         assert list(world.folder.rglob("owners/*"))
+        hangs.touch()
+        server.complete(serving.model, f"Other: {TEXT}", 12)
+        tells(server, "kvtier:stored_blocks_total", 2 * chunks, tier="cpu")
+        assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
         server.process.terminate()
         assert server.process.wait(2 * HANGS_S) == 0
         assert not list(world.folder.rglob("owners/*"))
+    assert "Traceback" not in serving.log.read_text()
 
 
 def test_an_engine_ends_with_its_server(world: World, model: Callable[..., Path]) -> None:

@@ -19,5 +19,7 @@ from are met here and nowhere else (tests/unit/test_layers.py), and stand in one
 - `event_tracker.py`: the place of vLLM's tracker of events
 - `failure_tolerant_worker.py`: vLLM's worker, of which a transfer may fail
 - `engine_calls.py`: what the engine's core is told, and tells no connector
+- `engine_endings.py`: an engine that is told to end does so in order, and one that its caller steps
+  comes to rest
 - `orphaned_engine.py`: an engine whose server was killed ends as well
 """

@@ -191,6 +191,10 @@ class Meter:
         """Whether something has happened that nobody has been told yet."""
         return self._unread
 
+    def tell_now(self) -> None:
+        """The next step has to tell: no other may follow it for long."""
+        self._next, self._unread = 0.0, True
+
     def read(self) -> Any:
         """What has changed since the last answer; None if it is too soon to ask."""
         now = self._clock()
