@@ -163,7 +163,7 @@ def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
 class CpuCopier(DeviceCopier):
     """Moves records with a few threads; one for stores, which waits while loads need the time."""
 
-    _BATCH_BYTES = 1 << 20
+    _BATCH_BYTES = 4 << 20
 
     def __init__(
         self,

@@ -50,9 +50,10 @@ class Kernels(NamedTuple):
 class _Group(NamedTuple):
     """The references of a cache group, as kernels read them."""
 
-    bases: Ints
-    strides: Ints
-    stripes: Ints
+    tables: Ints
+    """Where their pages begin, how far apart these are, and how many stripes each has."""
+    addresses: tuple[int, ...]
+    """Of these three, and how many references they are of."""
     part_bytes: int
 
 
@@ -83,24 +84,15 @@ class OnePassCopies:
     def _run(
         self, kernel: Callable[..., None], group: int, blocks: Ints, part: Buffer
     ) -> int | None:
-        bases, strides, stripes, size = self._groups[group]
+        _, addresses, size = self._groups[group]
         if not size or len(part) != size:
             return None
-        at = np.frombuffer(part, np.uint8).ctypes.data
+        at = _address(np.frombuffer(part, np.uint8))
         if at % STRIPE:
             return None
         sums = np.empty(pieces_of(size), np.uint64)
-        kernel(
-            at,
-            bases.ctypes.data,
-            strides.ctypes.data,
-            stripes.ctypes.data,
-            len(bases),
-            blocks.ctypes.data,
-            len(blocks),
-            size // STRIPE,
-            sums.ctypes.data,
-        )
+        stripes = size // STRIPE
+        kernel(at, *addresses, _address(blocks), len(blocks), stripes, _address(sums))
         return sum_of(sums.tolist())
 
 
@@ -108,12 +100,23 @@ def _group(layout: DeviceLayout, group: int, arrays: Sequence[Bytes], part_bytes
     """A group for the kernels: of no bytes if its pages do not begin and end at whole stripes."""
     refs = layout.groups[group]
     of_ref = [arrays[ref.tensor] for ref in refs]
-    bases = np.array([array.__array_interface__["data"][0] for array in of_ref], np.int64)
-    strides = np.array([array.strides[0] for array in of_ref], np.int64)
-    pages = np.array([ref.page_bytes for ref in refs], np.int64)
-    even = not any((numbers % STRIPE).any() for numbers in (bases, strides, pages))
-    fits = even and part_bytes >= TAIL_BYTES
-    return _Group(bases, strides, pages // STRIPE, part_bytes if fits else 0)
+    tables = np.array(
+        [
+            [_address(array) for array in of_ref],
+            [array.strides[0] for array in of_ref],
+            [ref.page_bytes for ref in refs],
+        ],
+        np.int64,
+    )
+    fits = part_bytes >= TAIL_BYTES and not (tables % STRIPE).any()
+    tables[2] //= STRIPE
+    addresses = (*map(_address, tables), len(refs))
+    return _Group(tables, addresses, part_bytes if fits else 0)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 @functools.cache
