@@ -39,13 +39,13 @@ def main() -> None:
     scheduler.update_from_output(step, output)
     kept = first.num_computed_tokens
     scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
-    second = engine.ask("second", BLOCKS * BLOCK_TOKENS + 1)
-    scheduler.schedule()
+    engine.ask("second", BLOCKS * BLOCK_TOKENS + 1)
+    next_step = scheduler.schedule()
     (given,) = scheduler.kv_cache_manager.get_block_ids("second")
     answer = {
         "synchronous": step.has_sync_kv_loads,
         "kept": kept // BLOCK_TOKENS,
-        "cached": second.num_cached_tokens // BLOCK_TOKENS,
+        "computed": next_step.num_scheduled_tokens["second"],
         "bad block is given": given[BAD] == blocks[BAD],
     }
     engine.close()
