@@ -13,7 +13,7 @@ from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import Buffer
 from kvtier.device.copier import Job
 from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import CpuCopier, PageCopier
+from kvtier.device.cpu_copier import CpuCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.types import BlockKey
 
@@ -25,20 +25,23 @@ class Pages:
 
     def __init__(self, payload: int, count: int) -> None:
         page = payload // (LAYERS * PER_CHUNK)
-        self._arrays = [np.zeros((count * PER_CHUNK, page), np.uint8) for _ in range(LAYERS)]
+        room = np.zeros(LAYERS * count * PER_CHUNK * page + 64, np.uint8)
+        first = -int(room.ctypes.data) % 64  # as torch aligns tensors
+        self._layers = room[first : first + room.nbytes - 64].reshape(LAYERS, -1, page)
+        self._arrays = list(self._layers)
         tensors = [
             DeviceTensor(int(array.ctypes.data), len(array), page, page) for array in self._arrays
         ]
         refs = tuple(PageRef(layer, page) for layer in range(LAYERS))
         self._layout = DeviceLayout(tuple(tensors), (refs,), PER_CHUNK)
-        self._plain = PageCopier(self._layout, self._arrays)
         chunks = np.random.default_rng(1).permutation(count)
         self._ids = chunks[:, None] * PER_CHUNK + np.arange(PER_CHUNK)
 
     def copy(self, payloads: Sequence[Buffer]) -> None:
         """Copy payloads to their pages, unproved."""
-        for payload, ids in zip(payloads, self._ids.tolist(), strict=True):
-            self._plain.scatter(0, ids, 0, payload)
+        for payload, first in zip(payloads, self._ids[:, 0].tolist(), strict=True):
+            pages = self._layers[:, first : first + PER_CHUNK]
+            pages[:] = np.frombuffer(payload, np.uint8).reshape(pages.shape)
 
     def copier(
         self, region: HostRegion, namespace: bytes
