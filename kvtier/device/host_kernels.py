@@ -55,6 +55,8 @@ class _Group(NamedTuple):
     addresses: tuple[int, ...]
     """Of these three, and how many references they are of."""
     part_bytes: int
+    pages: int
+    """So many has each of them: kernels check no number of a block."""
 
 
 class OnePassCopies:
@@ -84,8 +86,8 @@ class OnePassCopies:
     def _run(
         self, kernel: Callable[..., None], group: int, blocks: Ints, part: Buffer
     ) -> int | None:
-        _, addresses, size = self._groups[group]
-        if not size or len(part) != size:
+        _, addresses, size, pages = self._groups[group]
+        if not size or len(part) != size or blocks.max() >= pages:
             return None
         at = _address(np.frombuffer(part, np.uint8))
         if at % STRIPE:
@@ -111,7 +113,8 @@ def _group(layout: DeviceLayout, group: int, arrays: Sequence[Bytes], part_bytes
     fits = part_bytes >= TAIL_BYTES and not (tables % STRIPE).any()
     tables[2] //= STRIPE
     addresses = (*map(_address, tables), len(refs))
-    return _Group(tables, addresses, part_bytes if fits else 0)
+    pages = min(map(len, of_ref), default=0)
+    return _Group(tables, addresses, part_bytes if fits else 0, pages)
 
 
 def _address(array: npt.NDArray[Any]) -> int:

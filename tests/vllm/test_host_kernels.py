@@ -16,8 +16,6 @@ from kvtier.device import host_kernels
 from kvtier.device.cpu_copier import PageCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 
-pytestmark = pytest.mark.vllm  # whose LLVM builds them
-
 STRIPE, BLOCKS = 64, 6
 
 
@@ -116,6 +114,13 @@ def test_a_part_that_is_short_or_askew_is_not_for_them(kernels: host_kernels.Ker
     assert copies.load(0, [1, 3], 0, part[:-STRIPE].data) is None
     assert copies.load(0, [1, 3], 0, np.zeros(len(part) + 1, np.uint8)[1:].data) is None
     assert copies.store(0, [1], part.data) is None, "a chunk with a hole"
+
+
+def test_a_block_that_is_not_there_is_an_error(kernels: host_kernels.Kernels) -> None:
+    tensors = Tensors([STRIPE * 4, TAIL_BYTES], 2)
+    part = a_part(tensors.layout)
+    with pytest.raises((IndexError, ValueError)):
+        tensors.copier(kernels).gather(0, [0, BLOCKS], 0, part.data)
 
 
 @pytest.mark.parametrize("wrong", ["result", "error", "absence"])
