@@ -96,7 +96,7 @@ bench-crowd: $(VLLM_STAMP)
 
 # Prompts that wait behind others, from a slow disk and a store that is far away, with and without prefetching.
 bench-prefetch: $(VLLM_STAMP) $(STAMP)
-	PYTHONPATH=tests:tests/object $(VLLM_BIN)/python -m benchmarks.engine.prefetch
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.prefetch
 
 # An hour of a chat service, with kvtier, without, and with an endless cache: TRACE=requests.jsonl
 bench-trace: $(VLLM_STAMP)
@@ -133,7 +133,7 @@ bench-object: $(STAMP)
 
 # The command beside what its two sides can do alone; needs 8 GiB on the disk, and some in /dev/shm.
 bench-prewarm: $(STAMP)
-	PYTHONPATH=tests/object $(BIN)/python -m benchmarks.tiers.prewarm
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.tiers.prewarm
 
 # Kills, power cuts, damage and bad stores: HOURS=8 or MINUTES=10, SEED=7, ONLY=damage,kills,
 # ROUND=12 (with ONLY: that one once more), FOLDER=... The same command goes on where it ended.
@@ -143,14 +143,14 @@ SEED    ?= 1
 FOLDER  ?= build/campaign
 
 campaign: $(STAMP)
-	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign --hours $(HOURS) --minutes $(MINUTES) \
+	PYTHONPATH=.:tests $(BIN)/python -m campaign --hours $(HOURS) --minutes $(MINUTES) \
 		--seed $(SEED) --folder $(FOLDER) $(if $(ONLY),--only $(ONLY)) $(if $(ROUND),--round $(ROUND))
 
 # Hostile inputs for every parser of what comes from a disk, a store, a socket or a person.
 INPUTS ?= 20000
 
 fuzz: $(STAMP)
-	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
+	PYTHONPATH=.:tests $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
 		$(if $(ONLY),--only "$(ONLY)")
 
 # What write budgets of a disk leave of the hits (TRACE=requests.jsonl), and whether all that is
@@ -169,7 +169,7 @@ bench-nvme: $(VLLM_STAMP)
 
 # Servers that live for an hour while everything goes wrong: make bench-soak MINUTES=240 SEED=2
 bench-soak: $(VLLM_STAMP) $(STAMP)
-	PYTHONPATH=tests/object $(VLLM_BIN)/python -m benchmarks.soak
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.soak
 
 # On a machine with a CUDA device whose $(PYTHON) has torch: tests, then measurements, in under eight
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.

@@ -21,7 +21,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from engines.engine import Engine
-from object_servers import ACCESS_KEY, SECRET_KEY, rclone
+from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
 from benchmarks.engine.served import DTYPE, Served, folders
 from benchmarks.engine.slow_proxy import slow_proxy

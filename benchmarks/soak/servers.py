@@ -17,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
-from object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
+from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
 from benchmarks.memory import memory
 from kvtier.vllm.serving import tiny_model

@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from object_servers import ACCESS_KEY, SECRET_KEY, rclone
+from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
 from benchmarks.memory import memory
 from benchmarks.report import Report

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import object_subjects
-import subjects
+from support.object import object_subjects
+from support.tiers import subjects
 
 from kvtier.cli.copying.pack_files import PackWriter
 from kvtier.core.records.record import HEADER_BYTES, record_bytes

@@ -197,7 +197,7 @@ def _names() -> Target:
 
 
 def _pack(folder: Path) -> Target:
-    import subjects
+    from support.tiers import subjects
 
     specimen = PackSpecimen("pack", subjects.MEMORY, folder / "packs")
     (whole,) = specimen.files.values()

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import msgspec
-import object_subjects
-import subjects
+from support.object import object_subjects
+from support.tiers import subjects
 
 from kvtier.backends.nvme import NvmeSettings
 from kvtier.core.settings import Durability

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import object_subjects
-import subjects
+from support.object import object_subjects
+from support.tiers import subjects
 
 from campaign.round import Round, Scenario
 from kvtier.testing.crash_campaign import Broken, Campaign

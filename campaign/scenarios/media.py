@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import subjects
-from faulty_store import Fault, FaultPlan, FaultySubject
+from support.object.faulty_store import Fault, FaultPlan, FaultySubject
+from support.tiers import subjects
 
 from campaign.round import Round, Scenario
 from kvtier.errors import MediumError

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import object_servers
 import pytest
-from cli_world import HOLDER, Hold, fill, install_example, stack_text
+from support.object import object_servers
+from support.processes.cli_world import HOLDER, Hold, fill, install_example, stack_text
 
 
 @pytest.fixture(autouse=True)

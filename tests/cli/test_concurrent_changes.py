@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cli_world import Hold, served
+from support.processes.cli_world import Hold, served
 
 from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_world import Done, Hold, command, every_kind, fill, stack_text
+from support.processes.cli_world import Done, Hold, command, every_kind, fill, stack_text
 
 from kvtier.cli import app
 from kvtier.core.slab import layout

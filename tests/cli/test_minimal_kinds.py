@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_world import flip, install_example, served
+from support.processes.cli_world import flip, install_example, served
 
 from kvtier.cli import app
 from kvtier.testing.records import NAMESPACE, make_keys

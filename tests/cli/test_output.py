@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, command
+from support.processes.cli_world import KVTIER, command
 
 from kvtier.testing.records import NAMESPACE
 

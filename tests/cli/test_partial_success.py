@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import command
+from support.processes.cli_world import command
 
 from kvtier.backends.object.housekeeping.use_counts import Uses
 from kvtier.backends.object.stores.errors import StoreError

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_world import STACK, Done, Hold, command, no_rights
+from support.processes.cli_world import STACK, Done, Hold, command, no_rights
 
 from kvtier import Stack
 from kvtier.cli import app

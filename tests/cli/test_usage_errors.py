@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, command
+from support.processes.cli_world import KVTIER, command
 
 from kvtier.cli import app
 from kvtier.testing.records import NAMESPACE

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from chains import ScriptedMover
 from hypothesis import settings
-from subjects import MemorySubject
+from support.tiers.chains import ScriptedMover
+from support.tiers.subjects import MemorySubject
 
 from kvtier.core.chain.tier_chain import TierChain
 from kvtier.core.interfaces.backend import TierContext

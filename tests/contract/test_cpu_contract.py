@@ -1,6 +1,6 @@
 """The cpu tier keeps the contract."""
 
-from subjects import CPU
+from support.tiers.subjects import CPU
 
 from kvtier.testing.contract import TierContract
 

@@ -1,6 +1,6 @@
 """The reference model keeps the contract that it is the reference of."""
 
-from subjects import MEMORY
+from support.tiers.subjects import MEMORY
 
 from kvtier.testing.contract import TierContract
 

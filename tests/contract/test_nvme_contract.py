@@ -1,6 +1,6 @@
 """The nvme tier keeps the contract, with one slab and with many."""
 
-from subjects import NVME, SLABS
+from support.tiers.subjects import NVME, SLABS
 
 from kvtier.testing.contract import TierContract
 from kvtier.testing.contract_parts.pins import BLOCKS, STILL_OR_NO_LONGER_THERE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
-from subjects import MemorySubject
+from support.tiers.subjects import MemorySubject
 
 from kvtier.backends.memory import MemoryHandler, MemoryStore, MemoryTier
 from kvtier.core.interfaces.backend import TierContext

@@ -7,8 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, keys_of
-from fake_device import FakeDevice
+from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
+from support.device.fake_device import FakeDevice
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.slab import layout as table

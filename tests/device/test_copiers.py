@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
-from fake_device import FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
+from support.device.fake_device import FakeDevice
 
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region

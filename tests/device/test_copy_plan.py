@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device_worlds import World, jobs, pages, worlds
 from hypothesis import given
 from hypothesis import strategies as st
+from support.device.device_worlds import World, jobs, pages, worlds
 
 from kvtier.device.copy_plan import Blocks, cut, describe
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef

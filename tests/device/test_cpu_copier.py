@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, World, keys_of
+from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, keys_of
+from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
 from kvtier.core.records.record import CODEC_RAW, Header
 from kvtier.core.slab import layout as table

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, keys_of
-from fake_device import FakeDevice, FakeStage
+from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
+from support.device.fake_device import FakeDevice, FakeStage
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES

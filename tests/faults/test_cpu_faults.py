@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from subjects import CPU
+from support.tiers.subjects import CPU
 
 from kvtier.errors import MediumError
 from kvtier.testing.faults import Fault, FaultyDisk, seeded

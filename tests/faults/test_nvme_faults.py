@@ -1,6 +1,6 @@
 """The nvme tier on a disk that fails, with one slab and with many."""
 
-from subjects import NVME, SLABS
+from support.tiers.subjects import NVME, SLABS
 
 from kvtier.testing.fault_suite import TierFaults
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, keys_of
+from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import part_sum, pieces_of, sum_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, keys_of
-from host_reads import HostDriver
+from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
+from support.device.host_reads import HostDriver
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, seal_part

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import object_servers
 import pytest
-from certificates import make_certificate
-from object_servers import HostileServer, Opener, ServerProcess, serve_body
-from s3_client_helpers import PATIENT, store_at
+from support.object import object_servers
+from support.object.certificates import make_certificate
+from support.object.object_servers import HostileServer, Opener, ServerProcess, serve_body
+from support.object.s3_client_helpers import PATIENT, store_at
 
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.s3_store import S3Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sources import copy_sources
+from support.processes.sources import copy_sources
 
 
 @pytest.fixture(scope="session")

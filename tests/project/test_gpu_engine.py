@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from benchmarks.gpu_engine.results import Results, Row, table
 from benchmarks.gpu_engine.stages import Deadline, Stage, run_stages

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import held_life
 import msgspec
 import pytest
+from support.processes import held_life
 
 from kvtier import Stack
 from kvtier.backends.object.stores.errors import Unavailable

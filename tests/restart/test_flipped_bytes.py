@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeDevice
+from support.device.fake_device import FakeDevice
 
 from kvtier import Stack
 from kvtier.backends.cpu.handler import CpuHandler

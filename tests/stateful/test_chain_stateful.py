@@ -6,7 +6,6 @@ The mover is a script: it ends any transfer at any time, well or badly, or not b
 from __future__ import annotations
 
 import pytest
-from chains import REST, ChainRig, is_quiet, rule
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,6 +15,7 @@ from hypothesis.stateful import (
     precondition,
 )
 from hypothesis.stateful import rule as step
+from support.tiers.chains import REST, ChainRig, is_quiet, rule
 
 from kvtier.core.chain.ahead.warm_up import LONGEST_S
 from kvtier.core.chain.in_flight import Ticket

@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import settings
-from subjects import CPU
+from support.tiers.subjects import CPU
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 

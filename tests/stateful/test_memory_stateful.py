@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import settings
-from subjects import MEMORY
+from support.tiers.subjects import MEMORY
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 

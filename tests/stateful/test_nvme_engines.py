@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.testing.records import blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation

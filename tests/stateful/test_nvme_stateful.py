@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import settings
-from subjects import NVME
+from support.tiers.subjects import NVME
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 

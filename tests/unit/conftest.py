@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asking import TWO_GROUPS, host_memory
+from support.scheduler.asking import TWO_GROUPS, host_memory
 
 from kvtier import Stack
 from kvtier.core.interfaces import backend as registry

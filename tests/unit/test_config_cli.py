@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_world import refused
+from support.processes.cli_world import refused
 
 from kvtier.cli import app
 from kvtier.config import load

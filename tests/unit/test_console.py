@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import typer
-from cli_world import KVTIER, refused
+from support.processes.cli_world import KVTIER, refused
 
 from kvtier import __version__
 from kvtier.cli import app, console

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 import zstandard
-from cli_world import command
+from support.processes.cli_world import command
 
 from kvtier.backends.nvme.folder.files import is_empty
 from kvtier.backends.object.object_names import block_name

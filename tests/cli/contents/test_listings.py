@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from cli_world import command, every_kind
+from support.processes.cli_world import command, every_kind
 
 from kvtier import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload

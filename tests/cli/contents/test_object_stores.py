@@ -11,9 +11,9 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import object_servers
 import pytest
-from cli_world import Hold, command, fill, run
+from support.object import object_servers
+from support.processes.cli_world import Hold, command, fill, run
 
 from kvtier import Stack
 from kvtier.backends.object.inspection.temporary_objects import new_bench, new_probe

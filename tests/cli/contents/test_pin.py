@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from cli_world import command, run
+from support.processes.cli_world import command, run
 
 from kvtier import Stack
 from kvtier.core.retained.retained_blocks import PINNED

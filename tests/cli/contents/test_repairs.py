@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, Hold, command, one, run, served
+from support.processes.cli_world import KVTIER, Hold, command, one, run, served
 
 from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_world import STACK, command, fill, served
+from support.processes.cli_world import STACK, command, fill, served
 
 from kvtier import Stack
 from kvtier.backends.object.object_names import description_name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import command, served
+from support.processes.cli_world import command, served
 
 from kvtier.backends.object.inspection.manifest_audit import ManifestCopyAudit
 from kvtier.backends.object.manifests.journal import Journal

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from cli_world import command, run
+from support.processes.cli_world import command, run
 
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey

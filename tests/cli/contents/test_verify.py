@@ -7,7 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_world import Hold, block_file, command, every_kind, fill, flip, one, run, served
+from support.processes.cli_world import (
+    Hold,
+    block_file,
+    command,
+    every_kind,
+    fill,
+    flip,
+    one,
+    run,
+    served,
+)
 
 from kvtier import Stack
 from kvtier.config import load

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_world import command, fill
+from support.processes.cli_world import command, fill
 
 
 def with_budget(stack: Path, budget: str) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import command, every_kind, run, served
-from clocks import Clock
+from support.processes.cli_world import command, every_kind, run, served
+from support.processes.clocks import Clock
 
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli_world import run
+from support.processes.cli_world import run
 
 from kvtier import Stack
 from kvtier.testing.records import NAMESPACE, make_keys, payload

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import object_servers
 import pytest
-from cli_world import KVTIER, STACK, Hold, command, run
+from support.object import object_servers
+from support.processes.cli_world import KVTIER, STACK, Hold, command, run
 
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from cli_world import command, every_kind, run, served
+from support.processes.cli_world import command, every_kind, run, served
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cli_world import command
+from support.processes.cli_world import command
 
 from kvtier import Stack
 from kvtier.backends.cpu import region_locks

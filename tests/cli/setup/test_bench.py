@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from cli_world import KVTIER, every_kind, run
 from msgspec import structs
+from support.processes.cli_world import KVTIER, every_kind, run
 
 from kvtier.cli import app
 from kvtier.cli.measuring import tier_speeds as measure

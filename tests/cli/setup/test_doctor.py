@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cli_world import command
+from support.processes.cli_world import command
 
 from kvtier.backends.cpu import huge_page_support
 from kvtier.backends.object.client import deletes

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import command
 from msgspec import structs
+from support.processes.cli_world import command
 
 from kvtier.cli.measuring import trace_sweep as sweep
 from kvtier.cli.measuring.expectations import Link, expect, load_seconds

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from direct_engine import Tensor
+from support.device.direct_engine import Tensor
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region

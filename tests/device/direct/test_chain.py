@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chains import is_quiet
-from device_worlds import keys_of
-from direct_engine import RANKS, Engine
+from support.device.device_worlds import keys_of
+from support.device.direct_engine import RANKS, Engine
+from support.tiers.chains import is_quiet
 
 from kvtier.core.costs.model import CostModel
 from kvtier.core.settings import Gds

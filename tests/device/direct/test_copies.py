@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
-from fake_cufile import FakeCufile
-from fake_device import FakeDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
+from support.device.fake_cufile import FakeCufile
+from support.device.fake_device import FakeDevice
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, seal_part

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cufile import CompatMode, FakeCufile
+from support.device.fake_cufile import CompatMode, FakeCufile
 
 from kvtier.core.settings import Gds
 from kvtier.device.direct import gds_probe

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, keys_of
-from fake_cufile import FakeCufile, FakeStage
+from support.device.device_worlds import NAMESPACE, keys_of
+from support.device.fake_cufile import FakeCufile, FakeStage
 
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, seal_part
 from kvtier.device.direct.loader import DirectLoader, DirectRead, Landing

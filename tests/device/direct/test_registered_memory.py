@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_worlds import NAMESPACE, keys_of
-from fake_cufile import CompatMode
+from support.device.device_worlds import NAMESPACE, keys_of
+from support.device.fake_cufile import CompatMode
 
 from kvtier.core.records.record import HEADER_BYTES, Header
 from kvtier.device.direct import kvikio_driver

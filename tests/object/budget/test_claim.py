@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from claim_simulation import LEASE_S, NameStore
+from support.object.claim_simulation import LEASE_S, NameStore
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget.budget import Budget

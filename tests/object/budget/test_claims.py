@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from claim_simulation import CAPACITY, LEASE_S, LateStore, NameStore, World
+from support.object.claim_simulation import CAPACITY, LEASE_S, LateStore, NameStore, World
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget import budget as budget_module

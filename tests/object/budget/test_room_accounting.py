@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import RECORD, blocks_in, created, look
+from support.object.manual_keepers import RECORD, blocks_in, created, look
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget.budget import Grant

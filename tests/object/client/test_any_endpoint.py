@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from object_subjects import BucketSubject
-from store_contract import StoreContract
+from support.object.object_subjects import BucketSubject
+from support.object.store_contract import StoreContract
 
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from object_servers import (
+from support.object.object_servers import (
     BODY,
     HostileServer,
     Opener,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_servers import (
+from support.object.object_servers import (
     BODY,
     HostileServer,
     Opener,

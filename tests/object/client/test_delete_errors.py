@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from object_servers import (
+from support.object.object_servers import (
     HostileServer,
     Opener,
     Peer,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from object_servers import (
+from support.object.object_servers import (
     HostileServer,
     Opener,
     Peer,

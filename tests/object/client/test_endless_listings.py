@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import CAPACITY, RECORD
-from object_servers import ENTRY, HostileServer, Peer, answer
+from support.object.manual_keepers import CAPACITY, RECORD
+from support.object.object_servers import ENTRY, HostileServer, Peer, answer
 
 from kvtier.backends.object.budget import claim
 from kvtier.backends.object.client.s3_settings import S3Settings

@@ -7,8 +7,8 @@ import socket
 import time
 
 import pytest
-from object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
-from s3_client_helpers import BODY, get, store_at
+from support.object.object_servers import SECRET_KEY, HostileServer, Peer, answer, error_body
+from support.object.s3_client_helpers import BODY, get, store_at
 
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.stores import errors

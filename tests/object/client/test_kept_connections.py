@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from object_servers import HostileServer, Opener, Peer, answer, error_body
-from s3_client_helpers import BODY, get, said
+from support.object.object_servers import HostileServer, Opener, Peer, answer, error_body
+from support.object.s3_client_helpers import BODY, get, said
 
 from kvtier.backends.object.client.http import connection_pool
 from kvtier.backends.object.client.http.sockets import Timeouts

@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from object_servers import ENTRY
+from support.object.object_servers import ENTRY
 
 from kvtier.backends.object.client.listing import ListedObject, Page, list_query, name_from_key
 from kvtier.backends.object.stores.errors import WrongEndpoint

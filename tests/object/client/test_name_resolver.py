@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from object_servers import (
+from support.object.object_servers import (
     BODY,
     HostileServer,
     Opener,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from object_servers import HostileServer, Peer, ServerProcess, answer
+from support.object.object_servers import HostileServer, Peer, ServerProcess, answer
 
 from kvtier.backends.object.client.http.endpoint import Address
 from kvtier.backends.object.client.http.proxy import Proxy, proxy_for
@@ -37,7 +37,7 @@ class ProxyProcess:
         self._process = subprocess.Popen(
             [
                 sys.executable,
-                str(Path(__file__).parents[1].joinpath("proxy_server.py")),
+                str(Path(__file__).parents[2].joinpath("support", "object", "proxy_server.py")),
                 *arguments,
             ],
             stdout=subprocess.PIPE,

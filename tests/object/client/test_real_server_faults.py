@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from object_servers import ServerProcess
+from support.object.object_servers import ServerProcess
 
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings

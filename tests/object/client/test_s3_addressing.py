@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_servers import (
+from support.object.object_servers import (
     BODY,
     HostileServer,
     Opener,

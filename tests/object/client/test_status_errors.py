@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from object_servers import HostileServer, Peer, answer, error_body
-from s3_client_helpers import BODY, get, said
+from support.object.object_servers import HostileServer, Peer, answer, error_body
+from support.object.s3_client_helpers import BODY, get, said
 
 from kvtier.backends.object import ObjectHandler, ObjectSpec
 from kvtier.backends.object.client.status_errors import response_error

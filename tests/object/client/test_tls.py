@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import make_certificate
-from object_servers import HostileServer, Opener, Peer, answer
-from s3_client_helpers import BODY, get
+from support.object.certificates import make_certificate
+from support.object.object_servers import HostileServer, Opener, Peer, answer
+from support.object.s3_client_helpers import BODY, get
 
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.stores import errors

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import (
+from support.object.manual_keepers import (
     RECORD,
     ListedStore,
     blocks_in,

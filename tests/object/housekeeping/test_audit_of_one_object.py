@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import RECORD, LockedStore
+from support.object.manual_keepers import RECORD, LockedStore
 
 from kvtier.backends.object.housekeeping import foreign_blocks
 from kvtier.backends.object.housekeeping.audit import AuditInput, AuditResult, audit

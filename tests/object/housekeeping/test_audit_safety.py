@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import CAPACITY, RECORD, blocks_in, created, filled, opened
+from support.object.manual_keepers import CAPACITY, RECORD, blocks_in, created, filled, opened
 
 from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object import writer_ids

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from manual_keepers import (
+from support.object.manual_keepers import (
     CAPACITY,
     RECORD,
     ListedStore,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from manual_keepers import opened
+from support.object.manual_keepers import opened
 
 from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import LockedStore
-from object_servers import ServerProcess
-from object_subjects import FOLDER, BucketSubject
+from support.object.manual_keepers import LockedStore
+from support.object.object_servers import ServerProcess
+from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.backends.object import open_for, writer_ids
 from kvtier.backends.object.budget.claim import Claim

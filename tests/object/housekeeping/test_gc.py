@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import LockedStore
-from object_subjects import FOLDER
+from support.object.manual_keepers import LockedStore
+from support.object.object_subjects import FOLDER
 
 from kvtier.backends.object.housekeeping import gc
 from kvtier.backends.object.manifests.journal import Journal

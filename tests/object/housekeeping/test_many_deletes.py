@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
+from support.object.simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore
 
 from kvtier.backends.object import lock_yield as lock_yield_module
 from kvtier.backends.object.housekeeping.audit import Unfinished

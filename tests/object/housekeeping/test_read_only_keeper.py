@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import object_servers
 import pytest
+from support.object import object_servers
 
 from kvtier import Stack
 from kvtier.backends.object.housekeeping.keeper_limits import Limits

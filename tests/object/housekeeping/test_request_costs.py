@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore, Fleet
+from support.object.simulated_fleet import BLOCK_BYTES, NAMESPACE, CountingStore, Fleet
 
 from kvtier.backends.object.budget.budget import UNLIMITED
 from kvtier.backends.object.stores.errors import Unavailable

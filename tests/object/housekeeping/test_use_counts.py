@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocks import Clock
-from manual_keepers import created
+from support.object.manual_keepers import created
+from support.processes.clocks import Clock
 
 from kvtier.backends.object.housekeeping import use_counts as uses_module
 from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses

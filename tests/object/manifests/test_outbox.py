@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import LockedStore
+from support.object.manual_keepers import LockedStore
 
 from kvtier.backends.object.budget.budget import Budget
 from kvtier.backends.object.manifests import outbox as outbox_module

@@ -5,7 +5,15 @@ from __future__ import annotations
 import logging
 
 import pytest
-from scripted_store import TRANSIENT, Clock, ScriptedStore, breaking, circuit_of, get, trip
+from support.object.scripted_store import (
+    TRANSIENT,
+    Clock,
+    ScriptedStore,
+    breaking,
+    circuit_of,
+    get,
+    trip,
+)
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import Circuit

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from file_stores import get, put
+from support.object.file_stores import get, put
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.stores import errors

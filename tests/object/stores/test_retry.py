@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
-from scripted_store import POLICY, TRANSIENT, Clock, ScriptedStore, breaking, get, retrying
+from support.object.scripted_store import (
+    POLICY,
+    TRANSIENT,
+    Clock,
+    ScriptedStore,
+    breaking,
+    get,
+    retrying,
+)
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.store import ObjectInfo

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_servers import ServerProcess
-from store_contract import StoreContract
+from support.object.object_servers import ServerProcess
+from support.object.store_contract import StoreContract
 
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.file_store import FileStore

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_stores import get, put
+from support.object.file_stores import get, put
 
 from kvtier.backends.object.stores import errors, folder_listing
 from kvtier.backends.object.stores.file_store import FileStore

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from manual_keepers import RECORD, blocks_in, created, look
+from support.object.manual_keepers import RECORD, blocks_in, created, look
 
 from kvtier.backends.object.housekeeping.updates import Update
 from kvtier.backends.object.manifests.block_rows import Rows

@@ -1,8 +1,8 @@
 """The object tier keeps the contract of every tier, over each kind of store."""
 
 import pytest
-from object_servers import ServerProcess
-from object_subjects import FOLDER, BucketSubject
+from support.object.object_servers import ServerProcess
+from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.contract import TierContract
 

@@ -1,6 +1,6 @@
 """The object tier over a folder on a disk that fails."""
 
-from object_subjects import FOLDER
+from support.object.object_subjects import FOLDER
 
 from kvtier.testing.fault_suite import TierFaults
 from kvtier.testing.subject import Rig

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_keepers import LockedStore
+from support.object.manual_keepers import LockedStore
 
 from kvtier.backends.object import handler as handler_module
 from kvtier.backends.object.handler import ObjectHandler

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from faulty_store import Fault, FaultPlan, FaultySubject
+from support.object.faulty_store import Fault, FaultPlan, FaultySubject
 
 from kvtier.testing.fault_suite import BLOCKS, walk
 from kvtier.testing.records import make_keys

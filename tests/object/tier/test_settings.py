@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_servers import SECRET_KEY
+from support.object.object_servers import SECRET_KEY
 
 from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.backend import _codec

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_servers import ServerProcess
-from shared_prefix_process import BLOCKS, LEASE_S, RECORD, subject_at
+from support.object.object_servers import ServerProcess
+from support.object.shared_prefix_process import BLOCKS, LEASE_S, RECORD, subject_at
 
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED
@@ -50,7 +50,11 @@ class Life:
         self.process = subprocess.Popen(
             [
                 sys.executable,
-                str(Path(__file__).parents[1].joinpath("shared_prefix_process.py")),
+                str(
+                    Path(__file__)
+                    .parents[2]
+                    .joinpath("support", "object", "shared_prefix_process.py")
+                ),
                 str(folder),
                 endpoint,
                 role,

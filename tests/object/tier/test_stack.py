@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_servers import SECRET_KEY, ServerProcess
+from support.object.object_servers import SECRET_KEY, ServerProcess
 
 from kvtier import Stack
 from kvtier.core.records.record import record_bytes

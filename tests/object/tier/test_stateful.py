@@ -2,8 +2,8 @@
 
 import pytest
 from hypothesis import settings
-from object_servers import ServerProcess
-from object_subjects import FOLDER, BucketSubject
+from support.object.object_servers import ServerProcess
+from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 

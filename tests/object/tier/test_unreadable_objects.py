@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manual_keepers import opened
-from object_servers import HostileServer, Peer, ServerProcess, answer, error_body, pass_on
+from support.object.manual_keepers import opened
+from support.object.object_servers import (
+    HostileServer,
+    Peer,
+    ServerProcess,
+    answer,
+    error_body,
+    pass_on,
+)
 
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.housekeeping import gc

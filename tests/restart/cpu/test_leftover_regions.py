@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cpu_regions import CONTEXT, opened, settings, writer
+from support.tiers.cpu_regions import CONTEXT, opened, settings, writer
 
 from kvtier.backends.cpu import BACKEND
 from kvtier.backends.cpu.leftover_regions import leftovers, remove, unfinished

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cpu_regions import CONTEXT, opened, put, served, settings
+from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
 
 from kvtier.backends.cpu import BACKEND, CpuSettings
 from kvtier.backends.cpu import huge_page_support as huge

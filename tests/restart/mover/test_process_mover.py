@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mover_processes import alive, await_restart, pid_of, until
+from support.processes.mover_processes import alive, await_restart, pid_of, until
 
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mover_processes import await_restart, pid_of, until
+from support.processes.mover_processes import await_restart, pid_of, until
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.errors import MoverError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from nvme_rig import Engine, LowDisk
+from support.tiers.nvme_rig import Engine, LowDisk
 
 from kvtier.backends.nvme.folder.files import hold_owner, length, owner_path, used_at, used_bytes
 from kvtier.backends.nvme.folder.folder import NvmeFolder

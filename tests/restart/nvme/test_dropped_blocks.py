@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.testing.records import make_keys, sealed
 from kvtier.types import BlockKey, LoadStoreSpec

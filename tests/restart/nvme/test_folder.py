@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine, LowDisk, child, expect
+from support.tiers.nvme_rig import Engine, LowDisk, child, expect
 
 from kvtier.backends.nvme.folder.files import is_empty, used_bytes
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim

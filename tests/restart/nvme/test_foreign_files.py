@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme.folder.files import halves, hold_owner, homes
 from kvtier.core.slab import layout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nvme_rig
 import pytest
-from nvme_rig import SMALL_FILES, Engine
+from support.tiers import nvme_rig
+from support.tiers.nvme_rig import SMALL_FILES, Engine
 
 from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.core.records.record import record_bytes

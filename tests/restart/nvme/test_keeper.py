@@ -18,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_world import no_rights
-from clocks import Clock
-from nvme_rig import Engine, open_files
+from support.processes.cli_world import no_rights
+from support.processes.clocks import Clock
+from support.tiers.nvme_rig import Engine, open_files
 
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits

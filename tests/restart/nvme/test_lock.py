@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from nvme_rig import open_files
+from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme.folder import lock
 from kvtier.backends.nvme.folder.folder import NvmeFolder

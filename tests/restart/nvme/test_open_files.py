@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme import open_slabs as open_slabs_module
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine, open_files
+from support.tiers.nvme_rig import Engine, open_files
 
 from kvtier.backends.nvme.folder.files import hold_owner, owner_path
 from kvtier.backends.nvme.folder.lock import FolderBusy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from subjects import CPU, SLABS
+from support.tiers.subjects import CPU, SLABS
 
 from kvtier.backends.cpu.tier import CpuSpec
 from kvtier.backends.nvme.spec import NvmeSpec

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine, child, expect, open_files
+from support.tiers.nvme_rig import Engine, child, expect, open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.folder.limits import Limits

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from nvme_rig import SLAB_BLOCKS, Engine, open_files
+from support.tiers.nvme_rig import SLAB_BLOCKS, Engine, open_files
 
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder.folder import NvmeFolder

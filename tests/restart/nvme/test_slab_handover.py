@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from nvme_rig import Engine, child, expect
+from support.tiers.nvme_rig import Engine, child, expect
 
 from kvtier.backends import nvme
 from kvtier.backends.nvme import single_thread

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme import single_thread
 from kvtier.backends.nvme import tier as tier_module

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.cpu import CpuTier
 from kvtier.backends.cpu.owned_region import OwnedRegion
@@ -352,7 +352,7 @@ KILLED = """
 import sys
 import time
 from pathlib import Path
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 from kvtier.testing.records import make_keys
 engine = Engine(Path(sys.argv[1]), blocks=16)
 engine.put(make_keys(16))

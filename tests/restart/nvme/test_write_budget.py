@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_rig import Engine
+from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme.wear.metered_tier import written_bytes
 from kvtier.backends.nvme.wear.write_ledger import read_entry

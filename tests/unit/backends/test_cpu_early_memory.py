@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from cpu_regions import CONTEXT, opened, put, served, settings
+from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
 
 from kvtier.backends.cpu import BACKEND, early_memory, region_memory
 from kvtier.core.records.record import Buffer

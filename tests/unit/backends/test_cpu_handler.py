@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from subjects import CPU
+from support.tiers.subjects import CPU
 
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import Region

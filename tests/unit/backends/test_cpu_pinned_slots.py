@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_regions import CONTEXT, opened, put
+from support.tiers.cpu_regions import CONTEXT, opened, put
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier, Region, sharing, tier
 from kvtier.core.settings import ByteSize, Capacity

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from nvme_rig import open_files
+from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.folder.files import DATA_SUFFIX, TABLE_SUFFIX

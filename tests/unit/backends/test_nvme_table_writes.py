@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nvme_rig import open_files
+from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme.table_writes import write_entries
 from kvtier.core.slab import layout

@@ -8,9 +8,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes.clocks import Clock
 
 from kvtier.backends.nvme.wear.leases import Leases
 from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack, read_entry, unpack

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chains import KEYS, REST, ChainRig, rule
 from msgspec.structs import replace
+from support.tiers.chains import KEYS, REST, ChainRig, rule
 
 from kvtier.backends.memory import MemoryTier
 from kvtier.core.chain.writes import write_links

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from chains import KEYS, REST, SLOT, ChainRig, Outliving, rule
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiers.chains import KEYS, REST, SLOT, ChainRig, Outliving, rule
 
 from kvtier.backends.memory import MemoryStore
 from kvtier.core.chain.plan import LinkPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chains import KEYS, SLOT, ChainRig, rule
+from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 
 from kvtier.core.chain.plan import HOST
 from kvtier.core.chain.stats import direct

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from chains import KEYS, ChainRig, is_quiet, rule
+from support.tiers.chains import KEYS, ChainRig, is_quiet, rule
 
 from kvtier.backends.memory import MemorySpec, MemoryTier
 from kvtier.core.chain.isolated_tier import IsolatedTier

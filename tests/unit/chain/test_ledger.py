@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from chains import KEYS, ChainRig, is_quiet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiers.chains import KEYS, ChainRig, is_quiet
 
 from kvtier.core.chain.in_flight import Ticket, split
 from kvtier.core.chain.ledger import Ledger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chains import KEYS, LOAD_DEADLINE, REST, ChainRig, rule
+from support.tiers.chains import KEYS, LOAD_DEADLINE, REST, ChainRig, rule
 
 from kvtier.core.chain.plan import COMING, JOINING, NOWHERE
 from kvtier.core.interfaces.mover import TransferKind

@@ -6,9 +6,9 @@ from itertools import product
 from random import Random
 
 import pytest
-from chains import rule
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiers.chains import rule
 
 from kvtier.backends.memory import MemorySpec
 from kvtier.core.chain.plan import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from chains import KEYS, LOAD_DEADLINE, ChainRig, is_quiet, rule
+from support.tiers.chains import KEYS, LOAD_DEADLINE, ChainRig, is_quiet, rule
 
 from kvtier.core.chain.ahead.prefetch_share import LEAST, PrefetchShare
 from kvtier.core.chain.stats import PrefetchStats

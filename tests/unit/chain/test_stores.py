@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
+from support.tiers.chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
 
 from kvtier.core.chain.writes.cascade import STEP_BLOCKS
 from kvtier.core.interfaces.mover import TransferKind

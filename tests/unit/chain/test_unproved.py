@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from chains import KEYS, ChainRig, rule
+from support.tiers.chains import KEYS, ChainRig, rule
 
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.settings import WritePolicy

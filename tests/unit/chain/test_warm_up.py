@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chains import KEYS, LOAD_DEADLINE, ChainRig
+from support.tiers.chains import KEYS, LOAD_DEADLINE, ChainRig
 
 from kvtier.core.chain.ahead.warm_up import LONGEST_S
 from kvtier.core.settings import PrefetchSettings

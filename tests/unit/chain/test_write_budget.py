@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chains import KEYS, SLOT, ChainRig, rule
+from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 
 from kvtier.core.settings import WritePolicy
 from kvtier.core.wear.allowance import WriteAllowance

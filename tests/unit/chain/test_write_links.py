@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from chains import SLOT, ChainRig, rule
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiers.chains import SLOT, ChainRig, rule
 
 from kvtier.backends.memory import MemoryStore, MemoryTier
 from kvtier.core.chain.health import DOUBLINGS, KEYS_KEPT, Health

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from kvtier.core.costs.kept_rates import Rates
 from kvtier.core.costs.load_runs import DEVICE, Run

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from statistics import geometric_mean, mean
 
 import pytest
-from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduled_engine import (
+from support.processes.clocks import Clock
+from support.scheduler.scheduled_engine import (
     CHUNK,
     CHUNK_BYTES,
     TOKEN_BYTES,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from chains import ChainRig, rule
+from support.tiers.chains import ChainRig, rule
 
 from kvtier.core.chain.plan import COMING, JOINING, NOWHERE
 from kvtier.core.chain.stats import Tally

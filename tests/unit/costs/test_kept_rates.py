@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from kvtier.core.costs.kept_rates import (
     BYTES_MAX,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from kvtier.core.costs.cost_settings import CostSettings, Prior
 from kvtier.core.costs.load_runs import DEVICE, Run

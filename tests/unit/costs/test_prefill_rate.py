@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from kvtier.core.costs.load_runs import Run
 from kvtier.core.costs.model import CostModel

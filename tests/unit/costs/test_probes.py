@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from kvtier.core.costs.cost_settings import CostSettings
 from kvtier.core.costs.load_runs import DEVICE, Offer, Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated import simulate
+from support.scheduler.simulated import simulate
 
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.traces.replay import replay

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from simulated import simulate
+from support.scheduler.simulated import simulate
 
 from kvtier.core.chain.writes.write_links import Touches
 from kvtier.core.eviction import UNKNOWN, create_policy

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from nvme_rig import open_files
+from support.tiers.nvme_rig import open_files
 
 from kvtier.core.system.disk import Disk, is_locked, lock_within, read_all, write_all
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tensors import write_tensors
+from support.scheduler.tensors import write_tensors
 
 from kvtier.vllm.identity import weight_fingerprints
 from kvtier.vllm.identity.weight_fingerprints import Adapters

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asking import CHUNK, FULL, TWO_GROUPS, Asking, costs_of, manager, on_disk, small_above_large
+from support.scheduler.asking import (
+    CHUNK,
+    FULL,
+    TWO_GROUPS,
+    Asking,
+    costs_of,
+    manager,
+    on_disk,
+    small_above_large,
+)
 
 from kvtier import Stack
 

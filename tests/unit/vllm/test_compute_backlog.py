@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from asking import FULL, manager, stored
-from clocks import Clock
+from support.processes.clocks import Clock
+from support.scheduler.asking import FULL, manager, stored
 
 from kvtier import Stack
 from kvtier.core.costs.load_runs import DEVICE, PAGEABLE, Run

@@ -9,9 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asking import CHUNK, FULL, SLOT, STATE, TWO_GROUPS, WINDOW, Asking, manager, on_disk
 from hypothesis import given
 from hypothesis import strategies as st
+from support.scheduler.asking import (
+    CHUNK,
+    FULL,
+    SLOT,
+    STATE,
+    TWO_GROUPS,
+    WINDOW,
+    Asking,
+    manager,
+    on_disk,
+)
 
 from kvtier import Stack
 from kvtier.core.costs.chunk_spans import Shape

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asking import (
+from support.processes.clocks import Clock
+from support.scheduler.asking import (
     CHUNK,
     FULL,
     STATE,
@@ -21,7 +22,6 @@ from asking import (
     small_above_large,
     stored,
 )
-from clocks import Clock
 
 from kvtier import Stack
 from kvtier.core.chain.in_flight import Ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from asking import (
+from support.scheduler.asking import (
     CHUNK,
     FULL,
     SLOT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from clocks import Clock
+from support.processes.clocks import Clock
 
 from kvtier.core.costs.model import CostModel
 from kvtier.vllm.scheduler.prefill_pace import Pace, prompt_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from direct_engine import Tensor
+from support.device.direct_engine import Tensor
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region

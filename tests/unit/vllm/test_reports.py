@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from asking import (
+from support.scheduler.asking import (
     CHUNK,
     FULL,
     TWO_GROUPS,

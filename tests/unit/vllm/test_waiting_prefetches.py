@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from asking import (
+from support.scheduler.asking import (
     CHUNK,
     FULL,
     SLOT,

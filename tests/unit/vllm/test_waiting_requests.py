@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import (
+from support.scheduler.asking import (
     CHUNK,
     FULL,
     STATE,

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tensors import write_tensors
+from support.scheduler.tensors import write_tensors
 
 from kvtier.errors import ConfigError
 from kvtier.vllm.hooks.engine_calls import changes_weights

@@ -226,9 +226,9 @@ _READY = """
 import tempfile
 from functools import partial
 from pathlib import Path
-import pretend_cuda
+from support.device import pretend_cuda
 import numpy as np
-from cpu_regions import CONTEXT, NAMESPACE, opened
+from support.tiers.cpu_regions import CONTEXT, NAMESPACE, opened
 from kvtier.backends.cpu import Region, sharing
 from kvtier.core.slab.layout import read_entries
 from kvtier.core.slab.pieces import pinning_order
@@ -274,7 +274,7 @@ def test_a_copier_is_ready_when_its_region_is_pinned_and_its_buffers_have_been_u
 _TRIAL = """
 import contextlib
 import ctypes
-import pretend_cuda
+from support.device import pretend_cuda
 import numpy as np
 import torch
 from kvtier.device.cuda import cuda_device as cuda, kernels, staging_buffers as staging

@@ -1,4 +1,4 @@
-"""The GPU tests and the GPU benchmark, rehearsed on a CPU that plays CUDA (tests/pretend_cuda.py).
+"""The GPU tests and the GPU benchmark, rehearsed on a CPU that plays CUDA.
 
 In torch's environment, like all that needs torch.
 """
@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 
 _SMALL = """
-import pretend_cuda
+from support.device import pretend_cuda
 import torch
-from host_reads import HostDriver
+from support.device.host_reads import HostDriver
 from benchmarks.gpu import arena, beside, copies, disk, kernels, timeline
 arena.RECORD_BYTES = 1 << 20
 copies.TURN_BYTES, copies.PAGES = 2 << 20, [16 << 10, 64 << 10]
@@ -34,17 +34,17 @@ copies.main()
 """
 
 _READY = """
-import pretend_cuda
+from support.device import pretend_cuda
 from pathlib import Path
 from benchmarks.gpu import ready
 ready.FOLDER, ready.SLOT_BYTES, ready.BESIDE_S = Path("{}"), 1 << 20, 0.1
-ready._BUILD = "import pretend_cuda" + ready._BUILD
+ready._BUILD = "from support.device import pretend_cuda" + ready._BUILD
 ready.main(8 << 20)
 """
 
 _SWEEP = """
 TITLES = ["as they are", "4 buffers"]
-import pretend_cuda
+from support.device import pretend_cuda
 from benchmarks.gpu import arena, beside, kernels, sweep
 arena.RECORD_BYTES, beside.SIDE, beside.ROUNDS = 1 << 20, 32, 4
 sweep.SIZE, sweep.PAGES, sweep.TURNS = 2 << 20, [64 << 10], 1
@@ -57,7 +57,7 @@ assert sweep.staging_buffers._EACH_WAY == before
 """
 
 _HURRIED = """
-import pretend_cuda
+from support.device import pretend_cuda
 from benchmarks.gpu import sweep
 
 now, begun = 0.0, []
@@ -93,7 +93,16 @@ def python(*arguments: str, **environment: str) -> str:
 
 
 def test_the_tests() -> None:
-    quiet = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "pretend_cuda")
+    quiet = (
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        ".",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "support.device.pretend_cuda",
+    )
     said = python("-m", "pytest", "-q", *quiet, "tests/gpu", PYTEST_ADDOPTS="")
     assert "passed" in said
     assert "skipped" not in said

@@ -10,7 +10,7 @@ from types import SimpleNamespace as Made
 from typing import Any
 
 import pytest
-from asking import CHUNK, TWO_GROUPS, host_memory, manager
+from support.scheduler.asking import CHUNK, TWO_GROUPS, host_memory, manager
 
 from kvtier import Stack
 from kvtier.testing.records import payload

@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import object_servers
-from sources import copy_sources
+from support.object import object_servers
+from support.processes.sources import copy_sources
 
 ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(

@@ -33,7 +33,7 @@ tiers:
 KINDS = ("nvme", "folder")
 """Kinds of a second tier: a built-in one, and that of examples/custom_tier."""
 every_kind = pytest.mark.parametrize("second_tier", KINDS)
-EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_tier"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_tier"
 
 
 def stack_text(host: Path, blocks: Path, kind: str = "nvme") -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from object_subjects import FolderSubject
 
 from kvtier.backends.object import BACKEND, ObjectHandler, ObjectSettings, ObjectTier
 from kvtier.backends.object.stores.errors import (
@@ -24,6 +23,7 @@ from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, 
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import TierSettings
 from kvtier.core.system.disk import Disk
+from support.object.object_subjects import FolderSubject
 
 _T = TypeVar("_T")
 

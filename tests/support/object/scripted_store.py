@@ -6,13 +6,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import clocks
 import pytest
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore, Circuit
 from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome, Store
+from support.processes import clocks
 
 
 class ScriptedStore(Store):

@@ -1,6 +1,6 @@
 """What the processes of the shared-prefix test do: write, read and collect, until told to stop.
 
-    python shared_prefix_process.py FOLDER ENDPOINT ROLE SEED
+    python tests/support/object/shared_prefix_process.py FOLDER ENDPOINT ROLE SEED
 
 Writers store and load blocks whose bytes follow from their keys, and print a line of every commit.
 The collector runs gc over and over. Each proves what it loads; a wrong byte ends it with a trace.
@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from object_subjects import BucketSubject, FolderSubject
 
 from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
 from kvtier.backends.object.housekeeping import gc
@@ -26,6 +25,7 @@ from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import BlockKey
+from support.object.object_subjects import BucketSubject, FolderSubject
 
 BLOCKS = 24
 BATCH = 3

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fake_cufile import FakeCufile
-from fake_device import FakeDevice
 
 from kvtier.backends.cpu import Region
 from kvtier.core.costs.model import CostModel
@@ -28,6 +26,8 @@ from kvtier.types import BlockKey, Namespace, Outcome
 from kvtier.vllm.protocol import Errand, Report
 from kvtier.vllm.scheduler.manager import ChainManager
 from kvtier.vllm.worker.rank_worker import RankWorker
+from support.device.fake_cufile import FakeCufile
+from support.device.fake_device import FakeDevice
 
 RANKS, LAYERS, PAGE, BLOCKS = 2, 3, 2048, 256
 PART = LAYERS * PAGE

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nvme_rig import child, expect
-
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity, Persistence
 from kvtier.testing.records import NAMESPACE, fill, prove
 from kvtier.types import BlockKey, Presence
+from support.tiers.nvme_rig import child, expect
 
 CONTEXT = TierContext(NAMESPACE, "test")
 
@@ -54,7 +53,7 @@ def served(tier: CpuTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
 
 
 WRITER = """
-from cpu_regions import BACKEND, CONTEXT, put, settings
+from support.tiers.cpu_regions import BACKEND, CONTEXT, put, settings
 tier = BACKEND.open_tier(settings(Path(sys.argv[1])), CONTEXT)
 put(tier, make_keys(5))
 tier.prepare_store(make_keys(2, start=50))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from object_servers import HostileServer, Peer
-
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores.s3_store import S3Store
+from support.object.object_servers import HostileServer, Peer
 
 BODY = bytes(range(256)) * 256
 PATIENT = Timeouts(connect_s=10.0, idle_s=10.0, total_s=20.0)

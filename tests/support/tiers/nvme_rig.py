@@ -132,7 +132,7 @@ def child(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run a few lines in a process of its own, with these arguments; it ends with the block."""
     prelude = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from nvme_rig import Engine\n"
+        "from support.tiers.nvme_rig import Engine\n"
         "from kvtier.testing.records import make_keys\n"
     )
     with subprocess.Popen(
@@ -140,7 +140,7 @@ def child(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[2],
     ) as process:
         try:
             yield process

@@ -1,4 +1,4 @@
-"""A life that is killed between commit and write: `python held_life.py CONFIG HELD BLOCKS USED`.
+"""A life that is killed between commit and write: `held_life.py CONFIG HELD BLOCKS USED`.
 
 It commits so many blocks, uses the first few again, and dies before any is written into the tier of
 the number `HELD`. With no blocks it only finds what is there, and dies before it has caught up.

@@ -1,6 +1,6 @@
 """Requests that servers on one bucket make, counted in time that only pretends to pass.
 
-    python tests/object/simulated_fleet.py [--servers 50] [--minutes 20] [--blocks-a-second 1]
+    python tests/support/object/simulated_fleet.py --servers 50 --minutes 20 --blocks-a-second 1
 
 Keepers and tiers are real, one after the other in one thread; the store is a dict that counts as a
 bill does: a thousand names a LIST, a thousand a bulk DELETE. Blocks are counted apart: a PUT each,

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from clocks import Clock
-
 from kvtier.core.costs.load_runs import DEVICE, Run
 from kvtier.core.costs.model import CostModel
 from kvtier.vllm.scheduler.compute_backlog import Backlog
 from kvtier.vllm.scheduler.prefill_pace import Pace
 from kvtier.vllm.scheduler.waiting_requests import WaitingRequests
+from support.processes.clocks import Clock
 
 CHUNK = 256
 TOKEN_BYTES = 128 << 10

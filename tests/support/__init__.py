@@ -1,0 +1,1 @@
+"""What several tests share: tiers, devices, the scheduler, stores, processes."""

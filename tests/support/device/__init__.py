@@ -1,0 +1,1 @@
+"""Devices without a device: layouts, streams, direct reads, and an engine around them."""

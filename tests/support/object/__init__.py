@@ -1,0 +1,1 @@
+"""Object stores for tests: real servers, hostile ones, and keepers that work when told to."""

@@ -1,0 +1,1 @@
+"""Processes of tests: the command line, lives that are killed, movers, clocks."""

@@ -1,0 +1,1 @@
+"""What vLLM's scheduler asks and does, played."""
