@@ -27,7 +27,7 @@ def main() -> None:
     """Ask, abort, preempt, reset and change adapters; look at what the processes hold."""
     folder, seed, requests = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dice = random.Random(seed)
-    build = [sys.executable, str(HOST.with_name("families.py")), str(MODEL)]
+    build = [sys.executable, str(HOST.parents[1] / "families.py"), str(MODEL)]
     subprocess.run(
         [*build, "--family", "llama", "--seed", "0", "--layers", "4"],
         check=True,

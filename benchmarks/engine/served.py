@@ -18,7 +18,7 @@ from engines.engine import Engine
 from kvtier.testing.memory_folders import make_memory_folder
 from kvtier.vllm.serving import tiny_model
 
-HOST = Path(engines.engine.__file__).with_name("stopwatch.py")
+HOST = Path(engines.engine.__file__).with_name("hosts") / "stopwatch.py"
 CPU_INFO = Path("/proc/cpuinfo")
 DTYPE = os.environ.get("DTYPE") or (
     "float32" if CPU_INFO.exists() and "_bf16" not in CPU_INFO.read_text() else "bfloat16"

@@ -1,1 +1,1 @@
-"""Real vLLM engines for tests: each in a process of its own, told what to do."""
+"""Real vLLM engines for tests: each in a process of its own (`hosts/`), told what to do."""

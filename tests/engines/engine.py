@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from engines.nursery import Child, nursery
 
-HOST = Path(__file__).with_name("host.py")
+HOST = Path(__file__).with_name("hosts") / "host.py"
 HANGS_S = 600.0
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_offload_|\S*cpushm_)\S*")
 _ENVIRONMENT = {

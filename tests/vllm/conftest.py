@@ -48,7 +48,7 @@ def model() -> Callable[..., Path]:
 
     def build(family: str, seed: int = 0, layers: int = 4) -> Path:
         target = MODELS / (f"{family}-{seed}" if layers == 4 else f"{family}-{seed}-{layers}")
-        command = [sys.executable, str(HOST.with_name("families.py")), str(target)]
+        command = [sys.executable, str(HOST.parents[1] / "families.py"), str(target)]
         command += ["--family", family, "--seed", str(seed), "--layers", str(layers)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
