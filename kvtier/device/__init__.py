@@ -8,6 +8,7 @@
 - `host_kernels`, `host_kernel_code`: copies with a checksum in one pass, built for this processor;
   `xxh3_constants` has the numbers that these and a GPU's kernels share.
 - `accelerator`: what a device with streams offers; `cuda` is one.
+- `idle_times`, `store_pace`: when an engine rests, and how much of its time stores may have.
 - `pinned_memory`: host memory that a device reaches directly.
 - `direct`: reads from files straight into device memory (GPUDirect Storage).
 """

@@ -22,18 +22,25 @@ class Steps:
         """Whether there has been one at all."""
         self.seconds = 0.0
         """From the beginning of one to that of the next, while they follow each other."""
+        self.listener: Callable[[int, float], None] | None = None
+        """Told of each step that another has followed: how many requests it only decoded, 0 if it
+        did anything else, and its seconds."""
+        self._decoding = 0
 
     def begin_anew(self) -> None:
         """Those so far were an engine's trials, before it serves."""
         self.any = self._running = False
         self.seconds = 0.0
 
-    def began(self) -> None:
-        """The engine goes to work."""
+    def began(self, decoding: int = 0) -> None:
+        """The engine goes to work: it decodes so many requests and does nothing else, or 0."""
         now = self._clock()
         if self.any and now - self._ended < _REST_S:
             taken = now - self._began
             self.seconds += _WEIGHT * (taken - self.seconds) if self.seconds else taken
+            if self.listener is not None:
+                self.listener(self._decoding, taken)
+        self._decoding = decoding
         self._began, self._running, self.any = now, True, True
 
     def ended(self) -> None:

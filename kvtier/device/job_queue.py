@@ -61,6 +61,8 @@ class JobQueue:
         self._results: list[JobResult] = []
         self._awaited: Collection[int] = ()
         """The jobs that the engine's thread waits for."""
+        self.hurry: Callable[[bool], None] = lambda awaited: None
+        """Told when the engine's thread begins and ends to wait."""
         self._closing = False
         sys.setswitchinterval(min(sys.getswitchinterval(), LOCK_KEPT_S))
 
@@ -125,13 +127,19 @@ class JobQueue:
         with self._lock:
             self._awaited = ids
             self._wake()
-            while any(
-                work.job.id in ids
-                and (work.holding or (not work.failed and (work.waiting or work.unread)))
-                for work in [*self._loads, *self._stores]
-            ):
-                self._done.wait()
+            if self._touching(ids):
+                self.hurry(True)
+                while self._touching(ids):
+                    self._done.wait()
+                self.hurry(False)
             self._awaited = ()
+
+    def _touching(self, ids: Collection[int]) -> bool:
+        return any(
+            work.job.id in ids
+            and (work.holding or (not work.failed and (work.waiting or work.unread)))
+            for work in [*self._loads, *self._stores]
+        )
 
     def close(self) -> None:
         """Cancel what has not begun, and send the threads home."""

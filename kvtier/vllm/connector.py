@@ -267,7 +267,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.on_schedule_end()
         else:
             meta = self._look_at(scheduler_output)
-        computes = scheduler_output.total_num_scheduled_tokens > 0
+        tokens = scheduler_output.total_num_scheduled_tokens
+        meta.decoding = tokens if tokens == len(scheduler_output.num_scheduled_tokens) else 0
+        computes = tokens > 0
         self._computed |= computes
         self._waits = self._spins and not computes
         meta.given_up = self._manager.step_began(scheduler_output)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice, FakeStage
+from support.processes.clocks import Clock
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES
@@ -20,9 +21,11 @@ from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cuda.copier import CudaCopier, _Pipe
 from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, StagedPath
+from kvtier.device.idle_times import Steps
 from kvtier.device.job_batches import Batch
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.store_pace import StorePace
 from kvtier.types import FilePlace, Outcome
 
 PAGE, ROWS = 512, 8
@@ -118,6 +121,25 @@ def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
     copier.close()
 
 
+def test_an_engine_that_waits_for_a_store_does_not_wait_for_its_pace() -> None:
+    _pool, layout, host, job = setting()
+    steps, clock = Steps(), Clock()
+    device = FakeDevice(staging=2, room=3 * PAGE)
+    copier = CudaCopier(layout, device, host, NAMESPACE, steps=steps, clock=clock)
+    assert copier.prepared.wait(60)
+    assert steps.listener is not None
+    copier._pace.share, copier._pace._next = 1 / 64, clock() + 3600
+    steps.listener(1, 0.006)
+    assert copier._pace.delay() == 3600
+    copier.submit(job)
+    copier.wait([0])
+    while not (results := copier.poll()):
+        pass
+    assert results[0].ok
+    copier.close()
+    assert steps.listener is None
+
+
 def test_room_for_loads_alone_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
     """What loads take of the device may be what stores lack."""
     _pool, layout, host, _job = setting()
@@ -148,7 +170,7 @@ def by_one_buffer(
     return (
         device,
         job_queue,
-        StagedPath(layout, job_queue, prover, slots_at, host.slot_bytes),
+        StagedPath(layout, job_queue, prover, slots_at, host.slot_bytes, StorePace()),
         stage,
     )
 

@@ -24,9 +24,11 @@ from kvtier.device.copy_plan import Copies, Ints, Pieces, describe
 from kvtier.device.cuda.staged_copies import StagedPath
 from kvtier.device.direct.copies import DirectPath
 from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.idle_times import Steps
 from kvtier.device.job_batches import Batch, each_row, failed, head, unchanged
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
+from kvtier.device.store_pace import StorePace
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class CudaCopier(DeviceCopier):
         follow: Callable[[threading.Event], object] = lambda stopping: None,
         on_close: Callable[[], None] = lambda: None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
+        steps: Steps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
@@ -120,6 +123,10 @@ class CudaCopier(DeviceCopier):
             clock,
             reads_files=open_direct is not None,
         )
+        self._pace = StorePace(clock)
+        self._job_queue.hurry = self._pace.hurry
+        self._steps = steps or Steps()
+        self._steps.listener = self._pace.step
         first = host.record(0)
         self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
         self._slot_bytes = len(first)
@@ -134,7 +141,7 @@ class CudaCopier(DeviceCopier):
         """Set when copies are as fast as they will get."""
         self._stopping = threading.Event()
         self._staged = StagedPath(
-            layout, self._job_queue, self._prover, self._slots_at, self._slot_bytes
+            layout, self._job_queue, self._prover, self._slots_at, self._slot_bytes, self._pace
         )
         self._direct = (
             DirectPath(layout, device, self._job_queue, open_direct) if open_direct else None
@@ -226,7 +233,9 @@ class CudaCopier(DeviceCopier):
 
     def close(self) -> None:
         self._stopping.set()
+        self._steps.listener = None
         self._job_queue.close()
+        self._pace.stop()
         if self._direct is not None:
             self._direct.stop()
         for thread in [*self._opening, *self._issuing]:

@@ -179,6 +179,7 @@ def open_copier(
             follow=memory.pin_rest,
             on_close=memory.close,
             open_direct=open_direct,
+            steps=steps,
         )
     except RuntimeError as error:
         raise MediumError(f"the CUDA device {index} cannot be used for copies ({error})") from error

@@ -22,6 +22,7 @@ from kvtier.device.copy_plan import Ints
 from kvtier.device.job_batches import Batch, each_row, failed, head, or_failed, unchanged
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
+from kvtier.device.store_pace import StorePace
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,10 @@ class StagedPath:
         prover: Prover,
         slots_at: int,
         slot_bytes: int,
+        pace: StorePace,
     ) -> None:
         self._layout = layout
+        self._pace = pace
         self._job_queue = job_queue
         self._prover = prover
         self._slots_at = slots_at
@@ -183,28 +186,34 @@ class StagedPath:
     def store(self, batch: Batch, stage: Stage) -> None:
         """Pages to the buffer, which is all that the engine waits for, and on to the slots."""
         outcomes = each_row(batch, self._reserved)
-        group, rows = batch.group, _good(batch, outcomes)
+        rows = _good(batch, outcomes)
+        if rows:
+            with self._pace.turn():
+                outcomes = self._leave(batch, stage, rows, outcomes)
+        self._job_queue.finish(batch, outcomes, released=bool(rows))
+
+    def _leave(
+        self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        group = batch.group
 
         def leave() -> None:
             _reach(batch, self._job_queue.clock)
             stage.gather(group, self._ids(batch, rows))
 
-        if rows:
-            left = _queue(batch, stage, leave)
-            summed = left
-            if left.whole:
-                summed = _queue(batch, stage, lambda: stage.digest(group, len(rows)))
-            fine = _ended(batch, left)
-            self._job_queue.released(batch)
-            fine = _ended(batch, summed) and fine
-            if fine:
-                with self._turns.store():
-                    fine = _done(batch, stage, lambda: stage.send(group, self._parts(batch, rows)))
-            if fine:
-                outcomes = or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
-            else:
-                outcomes = failed(outcomes)
-        self._job_queue.finish(batch, outcomes, released=bool(rows))
+        left = _queue(batch, stage, leave)
+        summed = left
+        if left.whole:
+            summed = _queue(batch, stage, lambda: stage.digest(group, len(rows)))
+        fine = _ended(batch, left)
+        self._job_queue.released(batch)
+        fine = _ended(batch, summed) and fine
+        if fine:
+            with self._turns.store():
+                fine = _done(batch, stage, lambda: stage.send(group, self._parts(batch, rows)))
+        if not fine:
+            return failed(outcomes)
+        return or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         key, slot, _ = batch.work.record(row)

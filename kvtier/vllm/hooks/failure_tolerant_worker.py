@@ -101,7 +101,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
             self.worker.begin_step()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        self.worker.steps.began()
+        self.worker.steps.began(getattr(metadata, "decoding", 0))
         self._submit_stores()
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
