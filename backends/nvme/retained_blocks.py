@@ -15,6 +15,7 @@ from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.backends.nvme.single_thread import SerializedTier
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.kept_list import KeptList
+from kvtier.core.retained.retained_blocks import BLOCKS_MAX
 from kvtier.errors import FormatError
 from kvtier.types import BlockKey
 
@@ -29,6 +30,7 @@ class RetainingNvmeTier(SerializedTier):
     """The name under which the list is kept."""
     _keeper: Keeper
     _kept: KeptList | None = None
+    _heeds_pins = False
     _read: dict[BlockKey, float] | None = None
     """Read by the keeper's thread, to be taken in by the tier's own."""
     _read_stamp: tuple[int, int, int] | None = None
@@ -42,12 +44,29 @@ class RetainingNvmeTier(SerializedTier):
             path = list_path(folder.home, self.engine)
             self._kept = KeptList(self.retained, path, folder.namespace.digest, folder.disk)
             self._kept.begin()
-            self._look_at_pins()
-            self._take_pins()
+            self._begin_with_pins()
         for old in list_files(folder.home)[:-LISTS_MAX]:
             with contextlib.suppress(OSError):
                 folder.disk.unlink(old)
         keeper.at_end = self._write_at_end
+
+    def retain_as_others(self) -> None:
+        """Retain what engines of the namespace have, and what is pinned, for who fills the folder
+        in their place: it has no list of its own."""
+        keeper, folder = self._keeper, self._keeper.folder
+        with self.mutex:
+            super().retain_at_most(BLOCKS_MAX)
+            for path in list_files(folder.home):
+                try:
+                    self.retained.restore(kept_file.read(path, folder.namespace.digest))
+                except (FormatError, OSError) as error:
+                    keeper.warn_once(f"{path} does not say what is retained: {error}")
+            self._begin_with_pins()
+
+    def _begin_with_pins(self) -> None:
+        self._heeds_pins = True
+        self._look_at_pins()
+        self._take_pins()
 
     def retain(self, keys: Sequence[BlockKey], session: str, until: float) -> int:
         with self.mutex:
@@ -76,6 +95,7 @@ class RetainingNvmeTier(SerializedTier):
     def take_in_if_idle(self) -> None:
         if self._kept is not None:
             self._kept.write(self.mutex)
+        if self._heeds_pins:
             self._look_at_pins()
         super().take_in_if_idle()
 

@@ -20,7 +20,7 @@ TABLE_SUFFIX = ".table"
 _HOLD_S = 0.1
 """How long to try for an owner's lock: who asks whether it is `held` takes it for a moment."""
 _PIECE_BYTES = 1 << 16
-_TABLE_BYTES_MAX = entry_at(SLOTS_MAX)
+TABLE_BYTES_MAX = entry_at(SLOTS_MAX)
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
 _MARK = re.compile(r"[0-9a-f]{8}")
@@ -109,7 +109,7 @@ def list_files(home: Path) -> list[Path]:
     what is pinned is not among them."""
     found = []
     for name in _names(home):
-        if name.startswith("retained-") and _LIST.fullmatch(name):
+        if name.startswith("retained-") and name.endswith(".bin") and _LIST.fullmatch(name):
             with contextlib.suppress(OSError):
                 found.append(((home / name).lstat().st_mtime, home / name))
     return [path for _, path in sorted(found)]
@@ -225,7 +225,7 @@ def is_empty(table: Path) -> bool:
         return False
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _TABLE_BYTES_MAX:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > TABLE_BYTES_MAX:
             return False  # nothing that we made, and perhaps without an end
         at = TABLE_AT
         while entries := os.pread(fd, _PIECE_BYTES, at):

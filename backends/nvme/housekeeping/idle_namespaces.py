@@ -29,6 +29,7 @@ from kvtier.backends.nvme.folder.files import (
     used_at,
     used_bytes,
 )
+from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.core.system.disk import Disk
 
 _HOLD_S = 2.0
@@ -40,7 +41,8 @@ class IdleHome(msgspec.Struct, frozen=True):
 
     path: Path
     tables: list[Path]
-    """Those that may go: what is empty first, then the least recently used."""
+    """Those that may go: what is empty first, what holds something retained last, and of others
+    the least recently used before."""
     used: float
     bytes: int
 
@@ -104,7 +106,8 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
         tables = slab_files(path, TABLE_SUFFIX)
         used = {table: used_at(table) for table in tables}
         ours = [table for table in tables if not is_newer(table)]
-        ours.sort(key=lambda table: (not is_empty(table), used[table], table))
+        kept = retaining(path, ours)
+        ours.sort(key=lambda table: (not is_empty(table), table in kept, used[table], table))
         size = sum(map(_bytes, tables))
         idle.append(IdleHome(path, ours, max(used.values(), default=0.0), size))
     return idle, living

@@ -11,7 +11,9 @@ import msgspec
 from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.backends.nvme.inspection.offline_locks import filling_alone, sparing
 from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
+from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.core.inspection import Filling
+from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity, WritePolicy
 from kvtier.types import BlockKey, Namespace
@@ -32,6 +34,12 @@ class NvmeFilling(Filling[NvmeSettings]):
             return taking
         room = max(self.capacity, used_bytes(Path(self.settings.path)))
         return msgspec.structs.replace(taking, capacity=Capacity(ByteSize(room)))
+
+    def heed_retained(self, tier: Tier, namespace: Namespace) -> None:
+        """What any engine of the namespace does: the copy evicts from the slabs of all that are
+        gone."""
+        if isinstance(tier, NvmeTier) and self.keeps():
+            tier.retain_as_others()
 
     def block_bytes(self, namespace: Namespace) -> list[int]:
         return [record_bytes(namespace.payload_bytes)]  # a whole slot

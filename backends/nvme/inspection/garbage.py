@@ -24,6 +24,7 @@ from kvtier.backends.nvme.folder.files import (
     used_at,
 )
 from kvtier.backends.nvme.folder.lock import folder_locked
+from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.inspection.offline_locks import has_live_owner, has_owner_now
 from kvtier.core.inspection.findings import Garbage
 from kvtier.core.inspection.measuring import left_behind
@@ -145,9 +146,13 @@ def remove_home(root: Path, home: Path) -> bool:
 def _over_budget(
     root: Path, slabs: Sequence[Slab], over: int, going: set[Path]
 ) -> Iterator[Garbage]:
-    """The slabs of nobody that were written longest ago, until the rest is within the budget."""
+    """The slabs of nobody that were written longest ago, until the rest is within the budget; what
+    is retained goes last."""
     free = [slab for slab in slabs if not slab.in_use and slab.table.parent not in going]
-    for slab in sorted(free, key=lambda slab: used_at(slab.table)):
+    kept: set[Path] = set()
+    for home in {slab.table.parent for slab in free} if over > 0 else ():
+        kept |= retaining(home, [slab.table for slab in free if slab.table.parent == home])
+    for slab in sorted(free, key=lambda slab: (slab.table in kept, used_at(slab.table))):
         if over <= 0:
             return
         over -= slab.size

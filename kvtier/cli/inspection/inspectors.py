@@ -47,7 +47,7 @@ def inspector_of(config: StackConfig, tier: int) -> AnyInspector:
     """The inspector of one tier, which has not looked yet."""
     settings = config.tiers[tier]
     return backend(settings.kind).open_inspector(
-        settings, InspectorContext(tier, config.name, ConsoleReporter())
+        settings, InspectorContext(tier, config.name, ConsoleReporter(), config.retain.share)
     )
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvtier.core.settings.retain_settings import RetainSettings
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace
 
 
@@ -222,3 +223,5 @@ class InspectorContext(msgspec.Struct, frozen=True):
     """The stack's name, which private media carry."""
     reporter: Reporter = Reporter()
     """Hears what there is to say meanwhile."""
+    retain_share: float = RetainSettings().share
+    """How much of each tier of that stack retained blocks may take; 0: nothing is retained."""

@@ -100,12 +100,20 @@ class Filling(Generic[S]):
         return TierContext(namespace, f"copy-{os.getpid()}" if self.tier else self.engine)
 
     def pair(self, tier: Tier, settings: S, context: TierContext) -> tuple[Tier, Handler]:
-        """The tier with its handler; closed again if that cannot be opened."""
+        """The tier, which knows what is retained there, with its handler; closed again if that
+        cannot be opened."""
         try:
+            if self.context.retain_share:
+                self.heed_retained(tier, context.namespace)
             return tier, self.opener.open_handler(settings, context)
         except BaseException:
             tier.close()
             raise
+
+    def heed_retained(self, tier: Tier, namespace: Namespace) -> None:
+        """Have the tier evict what is retained there after all others, as in its engines."""
+        blocks = self.capacity // max(self.block_bytes(namespace))
+        tier.retain_at_most(int(blocks * self.context.retain_share))
 
     def block_bytes(self, namespace: Namespace) -> list[int]:
         """What a block of each cache group takes; the last counts for all groups beyond."""

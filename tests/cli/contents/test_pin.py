@@ -98,6 +98,65 @@ def test_a_running_engine_heeds_it(stack: Path, prompts: Path) -> None:
         assert tier.stats().retained == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["prewarm", "restore", "import"])
+def test_a_copy_evicts_last_what_its_engines_retain(
+    stack: Path, prompts: Path, tmp_path: Path, how: str
+) -> None:
+    """The disk is full of newer blocks, and its engine is gone."""
+    run("pin", prompts, "-c", stack)
+    kept = make_keys(4)
+    with Stack.open(stack, ENGINE, serving=True) as opened:
+        opened.chain.retention.retain(kept, "agent 7", 600.0)
+        flood(opened, 100)
+        assert opened.chain.tiers[1].stats().evicted
+    copied = make_keys(40, start=900)
+    source = tmp_path / "source.yaml"
+    source.write_text(STACK.format(folder=tmp_path / "source", share=0))
+    (tmp_path / "source" / "host").mkdir(parents=True)
+    with Stack.open(source, ENGINE) as opened:
+        for at in range(0, 40, 8):
+            opened.store({key: payload(key, ENGINE) for key in copied[at : at + 8]})
+            assert opened.settle()
+    _copy(how, source, stack)
+    with Stack.open(stack, ENGINE, serving=True) as opened:
+        assert here(opened, copied) == len(copied)
+        assert (here(opened, STORED), here(opened, kept)) == (len(STORED), len(kept))
+        assert list(opened.chain.tiers[1].retained_for("agent 7")) == kept
+    lists = {path.name for path in (tmp_path / "blocks" / ENGINE.id).glob("*.bin")}
+    assert lists == {"pinned.bin", "retained-pins.bin"}, "a copy leaves none of its own"
+
+
+def _copy(how: str, source: Path, target: Path) -> None:
+    """The blocks of the source's disk into the target's."""
+    store = f"file://{source.parent}/store"
+    match how:
+        case "prewarm":
+            run("prewarm", "-c", target, "--from", source)
+        case "restore":
+            run("snapshot", "-c", source, "--to", store)
+            run("restore", "-c", target, "--from", store)
+        case _:
+            pack = source.parent / "blocks.kvpack"
+            run("export", pack, "-c", source, "--namespace", ENGINE.id)
+            run("import", pack, "-c", target)
+
+
+def test_a_copy_into_host_memory_evicts_last_what_is_retained_there(
+    stack: Path, tmp_path: Path
+) -> None:
+    kept = make_keys(2, start=50)
+    with Stack.open(stack, ENGINE, serving=True) as opened:
+        opened.store({key: payload(key, ENGINE) for key in kept})
+        assert opened.settle()
+        opened.chain.retention.retain(kept, "agent 7", 600.0)
+        flood(opened, 100)
+    run("prewarm", "-c", stack, "--into", "cpu", "--size", "64KiB")
+    with Stack.open(stack, ENGINE, serving=True) as opened:
+        host = opened.chain.tiers[0]
+        assert host.lookup(kept) == [Presence.HIT] * len(kept)
+
+
 def test_other_commands_show_it(stack: Path, prompts: Path) -> None:
     run("pin", prompts, "-c", stack)
     with Stack.open(stack, ENGINE, serving=True) as opened:

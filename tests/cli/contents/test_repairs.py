@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes.cli_world import KVTIER, Hold, command, one, run, served
+from support.processes.cli_world import KVTIER, Hold, command, one, run, served, stack_text
+from support.tiers.nvme_rig import Engine
 
 from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage
+from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.inspection import garbage as nvme_garbage
 from kvtier.backends.nvme.inspection import inspector as nvme_inspector
 from kvtier.backends.nvme.inspection.garbage import remove_home
@@ -127,6 +129,23 @@ class TestGc:
         assert "slab beyond the capacity, written longest ago" in self.found("-c", filled)
         taken = sum(p.stat().st_size for p in (tmp_path / "disk").rglob("*") if p.is_file())
         assert taken <= 1 << 20
+
+    def test_beyond_the_capacity_what_is_retained_goes_last(self, tmp_path: Path) -> None:
+        disk = Engine(tmp_path / "blocks", blocks=16)
+        disk.tier.retain_at_most(4)
+        for start in range(0, 16, 4):
+            disk.put(make_keys(4, start=start))
+        disk.tier.retain(make_keys(1), "agent", time.time() + 600)
+        disk.tier.take_in_if_idle()  # which writes that down
+        disk.close()
+        (kept,) = retaining(disk.root / NAMESPACE.id, disk.root.rglob("*.table"))
+        os.utime(kept, (0, 0))
+        (tmp_path / "host").mkdir()
+        stack = tmp_path / "stack.yaml"
+        stack.write_text(stack_text(tmp_path / "host", disk.root).replace("16MiB", "80KiB"))
+        found = [row["where"] for row in run("gc", "-c", stack, "--dry-run")["found"]]
+        assert found
+        assert str(kept.with_suffix(".slab")) not in found
 
     def test_discarded_regions(self, filled: Path, tmp_path: Path) -> None:
         os.utime(one(tmp_path, "*.region"), (0, 0))

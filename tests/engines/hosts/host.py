@@ -186,6 +186,12 @@ class Host(Slowed):
 
         return storm(self._llm.llm_engine, self._greedy, self._step, **arguments)
 
+    def besieged(self, **arguments: Any) -> dict[str, Any]:
+        """Honest requests in a storm of hostile ones, all of which are aborted."""
+        from storm import besieged
+
+        return besieged(self._llm.llm_engine, self._greedy, **arguments)
+
     def _greedy(self, tokens: int, limits: dict[str, Any] | None = None) -> Any:
         from vllm import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Many requests at once on a real engine: shared prefixes, aborts, and forgotten caches."""
+"""Many requests at once on a real engine: shared prefixes, aborts, forgotten caches, a siege."""
 
 from __future__ import annotations
 
@@ -79,6 +79,53 @@ def storm(
         "cached": cached,
         "steps": steps,
         "preempted": counts["preempted"],
+    }
+
+
+def besieged(
+    engine: Any,
+    greedy: Callable[[int], Any],
+    honest: list[list[int]],
+    hostile: list[list[int]],
+    tokens: int,
+    life: int,
+    priority: int,
+) -> dict[str, Any]:
+    """Honest requests, two at a time, while with every step comes a hostile one that is aborted so
+    many steps later. In the order of the honest ones what they are answered, and how many of the
+    hostile ones had begun to be served."""
+    coming, asking, answers = list(enumerate(honest)), set[str](), dict[str, list[int]]()
+    alive: list[tuple[int, str]] = []
+    served: set[str] = set()
+    scheduler = engine.engine_core.engine_core.scheduler
+    step, moved = 0, time.monotonic()
+    while coming or asking or alive:
+        while coming and len(asking) < 2:
+            at, prompt = coming.pop(0)
+            asking.add(f"honest-{at}")
+            engine.add_request(f"honest-{at}", {"prompt_token_ids": prompt}, greedy(tokens))
+        if coming:
+            name, prompt = f"hostile-{step}", hostile[step % len(hostile)]
+            given = {"prompt_token_ids": prompt}
+            engine.add_request(name, given, greedy(tokens), priority=priority)
+            alive.append((step + life, name))
+        for output in engine.step():
+            if output.finished and output.request_id in asking:
+                asking.discard(output.request_id)
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+                moved = time.monotonic()
+        known = scheduler.requests.values()
+        served |= {each.request_id for each in known if each.status.name != "WAITING"}
+        step += 1
+        over = [name for end, name in alive if end <= step or not coming]
+        alive = [each for each in alive if each[1] not in over]
+        engine.abort_request(over)
+        if time.monotonic() > moved + HANGS_S:
+            raise TimeoutError(f"requests that never end: {sorted(asking)}")
+    return {
+        "answers": [answers[f"honest-{at}"] for at in range(len(honest))],
+        "hostile": step,
+        "served": sum(name.startswith("hostile") for name in served),
     }
 
 

@@ -15,6 +15,7 @@ import pytest
 from support.tiers.nvme_rig import Engine, LowDisk, child, expect
 
 from kvtier.backends.nvme.folder.files import is_empty, used_bytes
+from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
 from kvtier.core.system.disk import Disk
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
@@ -123,6 +124,27 @@ def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) 
     room = used_bytes(old.root) + 1
     assert reclaim(old.root, mine, room, 2, 0.0, Disk())
     assert set(old.root.rglob("*.table")) == made - {empty}
+
+
+def test_what_idle_namespaces_retain_goes_last(tmp_path: Path) -> None:
+    """Whole slabs go; the one that was used longest ago holds the block that is retained."""
+    old = Engine(tmp_path / "kv", blocks=16)
+    old.tier.retain_at_most(4)
+    for start in range(0, 16, 4):
+        old.put(make_keys(4, start=start))
+    old.tier.retain(make_keys(1), "agent", time.time() + 600)
+    old.tier.take_in_if_idle()  # which writes that down
+    old.close()
+    full = {table for table in old.root.rglob("*.table") if not is_empty(table)}
+    home = old.root / NAMESPACE.id
+    (kept,) = retaining(home, full)
+    os.utime(kept, (time.time() - 60,) * 2)
+    mine = tmp_path / "kv" / OTHER.id
+    while len(left := full & set(old.root.rglob("*.table"))) > 1:
+        assert reclaim(old.root, mine, used_bytes(old.root), 1, 0.0, Disk())
+    assert left == {kept}
+    assert reclaim(old.root, mine, used_bytes(old.root), 1, 0.0, Disk())
+    assert not home.exists(), "to retain is a wish"
 
 
 def test_who_only_reads_takes_no_room(tmp_path: Path) -> None:

@@ -77,6 +77,45 @@ def test_what_waits_is_prefetched(
         assert engine.facts()["chain"]["tiers"][0]["blocks"] == 0, "of its prompt nothing is left"
 
 
+@pytest.mark.parametrize("served", [False, True], ids=["never served", "served too"])
+def test_a_storm_of_requests_that_are_aborted_leaves_nothing_behind(
+    world: World, model: Callable[..., Path], reference: list[list[int]], served: bool
+) -> None:
+    """Each names another prefix on the disk. Where the honest ones load nothing and come before
+    them, they never begin; else many of them begin to load, or to be computed."""
+    hostile = [prompt(2000 + seed, 300) for seed in range(40)]
+    stack = world.stack(capacity="32MiB") | {"mover": {"mode": "threads"}}
+    stack["prefetch"] = {"restart": 0, "memory": 0.5}
+    with world.engine(
+        model("llama"), stack=stack, max_num_seqs=1, scheduling_policy="priority"
+    ) as engine:
+        for first in range(0, len(hostile), 8):
+            engine.generate(prompts=hostile[first : first + 8], tokens=1)
+            assert engine.settle()
+        if served:
+            assert [each["tokens"] for each in engine.generate(prompts=PROMPTS)] == reference
+        assert engine.forget_engine_cache()
+        engine.clear(tier=0)
+        assert engine.settle()
+        before = engine.facts()
+        engine.slow_reads(pause=0.005)
+        found = engine.besieged(
+            honest=PROMPTS, hostile=hostile, tokens=16, life=6, priority=int(not served)
+        )
+        assert found["answers"] == reference
+        assert found["hostile"] > len(hostile)
+        assert (found["served"] > 0) == served
+        counted = check_quiet(engine)
+        assert counted["arrived"][1] + counted["cancelled"][1] > counted["used"][1]
+        after = engine.facts()
+        host, then = (each["chain"]["tiers"][0] for each in (after, before))
+        assert host["free"] + host["blocks"] == then["free"] + then["blocks"]
+        if not served:
+            assert host["blocks"] == CHUNKS * len(PROMPTS), "of the hostile ones nothing is left"
+        assert engine.forget_engine_cache()
+        assert engine.facts()["free_blocks"] == before["free_blocks"]
+
+
 def test_an_engine_that_starts_has_the_hottest_blocks_at_hand(
     world: World, model: Callable[..., Path], reference: list[list[int]]
 ) -> None:
