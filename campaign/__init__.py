@@ -5,6 +5,7 @@
 - `round`: what a scenario is given to play one round, and where it puts what it finds.
 - `scenarios/`: one file each; `scenarios/__init__.py` lists them.
 - `runner`: plays rounds in processes of their own, and keeps the books in a file.
+- `import_ahead`: what rounds need, imported before they are forked.
 - `report`: the books as Markdown and as JSON.
 - `damage/`: specimens of what lies on each medium, and the ways to damage it.
 - `power/`: crashes of the machine. `fuzz/`: hostile inputs, by a command of its own.

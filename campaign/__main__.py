@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from campaign import report
+from campaign.import_ahead import import_ahead, whole_life
 from campaign.runner import Runner
 from campaign.scenarios import SCENARIOS
 
@@ -27,6 +28,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in SCENARIOS]:
         parser.error(f"no scenario {unknown}: there are {', '.join(SCENARIOS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    import_ahead(whole_life)
     chosen = {name: SCENARIOS[name] for name in names}
     if options.round is not None:
         if len(names) != 1:

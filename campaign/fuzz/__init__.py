@@ -4,5 +4,5 @@
 
 - `mutator`: new inputs out of a corpus, by a seed; what reaches new lines joins the corpus.
 - `bounds`: no input may raise what is not typed, take a second or 64 MiB, or leave the folder.
-- `media`, `answers`, `texts`: the parsers, each with its corpus.
+- `media`, `answers`, `figures`, `texts`: the parsers, each with its corpus.
 """

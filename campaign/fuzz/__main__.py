@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from campaign.fuzz import answers, media, texts
+from campaign.fuzz import answers, figures, media, texts
 from campaign.fuzz.bounds import Bounds
 from campaign.fuzz.mutator import Mutator
 from campaign.fuzz.targets import Target
@@ -60,11 +60,12 @@ def main() -> int:
     options = parser.parse_args()
     logging.getLogger().addHandler(logging.NullHandler())
     chosen = [name for name in options.only.split(",") if name]
-    figures, findings = [], []
+    told, findings = [], []
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # some parsers take files
     with tempfile.TemporaryDirectory(prefix="kvtier-fuzz-", dir=memory) as name:
         folder = Path(name)
-        made = [*media.targets(folder), *answers.targets(folder), *texts.targets(folder)]
+        groups = (media, answers, figures, texts)
+        made = [target for group in groups for target in group.targets(folder)]
         bounds = Bounds(folder)
         for target in made:
             if chosen and target.name not in chosen:
@@ -74,7 +75,7 @@ def main() -> int:
             taken, lines, found = fuzz(target, bounds, inputs, options.seed)
             seconds = time.monotonic() - began
             findings += found
-            figures.append(
+            told.append(
                 {"parser": target.name, "inputs": inputs, "taken": taken, "lines": lines}
                 | {"seconds": round(seconds, 1), "findings": len(found)}
             )
@@ -84,7 +85,7 @@ def main() -> int:
                 flush=True,
             )
             if options.json:
-                options.json.write_text(json.dumps(figures, indent=1) + "\n")
+                options.json.write_text(json.dumps(told, indent=1) + "\n")
     for each in findings:
         print(f"\nFOUND in {each}")
     return 1 if findings else 0

@@ -65,7 +65,7 @@ class Bounds:
         if not self._watching or event not in _TOUCHING:
             return
         path = args[0] if args else ""
-        if event == "open" and not isinstance(path, str | bytes | os.PathLike):
+        if event in ("open", "os.truncate") and not isinstance(path, str | bytes | os.PathLike):
             return  # a descriptor that is open already
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else event
         mine = text.startswith((self._folder, sys.prefix, sys.base_prefix))

@@ -17,9 +17,9 @@ from kvtier.testing.records import NAMESPACE, blank, make_keys, prove
 from kvtier.types import BlockKey
 
 _BLOCKS = 96
-_KILLS = 40
-_LONGEST_S = 0.4
-_COMMANDS = {
+_KILLS = 120
+_LONGEST_S = 0.08
+COMMANDS = {
     "verify": "verify --repair",
     "gc": "gc",
     "snapshot": "snapshot --to {backup}",
@@ -54,7 +54,7 @@ class Commands(Scenario):
         for name in ("snapshot", "export"):
             _finish(round, stack, name, words)
         for _ in range(_KILLS):
-            name = round.dice.choice(list(_COMMANDS))
+            name = round.dice.choice(list(COMMANDS))
             child = _run(stack, name, words)
             child.listen(round.dice.uniform(0, _LONGEST_S))
             child.kill()
@@ -68,7 +68,7 @@ class Commands(Scenario):
 
 
 def _run(stack: Path, name: str, words: dict[str, str]) -> Child:
-    text = _COMMANDS[name].format(**words)
+    text = COMMANDS[name].format(**words)
 
     def work(say: Say) -> None:
         out = os.open(stack.with_name("said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

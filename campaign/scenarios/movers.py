@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -16,9 +17,12 @@ from kvtier.move.process_mover import ProcessMover
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
-_LIVES = 3
-_STEPS = 300
+_LIVES = 12
+_STEPS = 60
+"""With a store; afterwards an engine loads, until it is killed."""
 _STEP_KEYS = 3
+_KILLS_MAX = 2
+_LONGEST_S = 0.3
 
 
 class Movers(Scenario):
@@ -49,18 +53,17 @@ class Movers(Scenario):
         seed = round.dice.randrange(1 << 30)
         serving = config | {"mover": {"mode": "process"}}
         child = Child(lambda say: _serve(say, serving, seed, life, known))
-        while child.listen(0.05) and not child.told("mover"):
-            pass
-        for _ in range(round.dice.randint(0, 2)):
-            child.listen(round.dice.uniform(0, 1.5))
-            if child.told("mover") and not child.ended:
+        for killed in range(round.dice.randint(0, _KILLS_MAX)):
+            while len(child.told("mover")) <= killed and child.listen(0.02):
+                pass
+            child.listen(round.dice.uniform(0, _LONGEST_S))
+            if not child.ended:
                 with suppress(ProcessLookupError):
                     os.kill(int(child.told("mover")[-1]), signal.SIGKILL)
                     round.counts["kills of movers"] += 1
-        child.listen(round.dice.uniform(0, 2.0))
+        child.listen(round.dice.uniform(0, _LONGEST_S))
         child.kill()
-        child.wait()
-        round.counts["kills of engines"] += 1
+        round.counts["kills of engines" if child.wait() < 0 else "ended before the kill"] += 1
         for said in child.told("raised") + child.told("wrong"):
             round.found(f"life {life}: {said}")
         keys = [
@@ -85,14 +88,15 @@ def _serve(say: Say, config: dict[str, Any], seed: int, life: int, known: list[B
     stack = Stack.open(config, NAMESPACE)
     mover = None
     mine = list(known)
-    for step in range(_STEPS):
+    for step in count():
         if (now := _pid(stack)) not in (mover, None):
             mover = now
             say(f"mover {mover}")
-        keys = make_keys(dice.randint(1, 3), start=(life * _STEPS + step) * _STEP_KEYS)
-        taken = stack.store(payloads(keys))
-        say(f"stored {' '.join(key.hex() for key in taken)}")
-        mine += taken
+        if step < _STEPS:
+            keys = make_keys(dice.randint(1, 3), start=(life * _STEPS + step) * _STEP_KEYS)
+            taken = stack.store(payloads(keys))
+            say(f"stored {' '.join(key.hex() for key in taken)}")
+            mine += taken
         some = dice.sample(mine, min(len(mine), 8))
         if dice.random() < 0.3:  # else all of them would be found in memory
             below = stack.chain.tiers[1].lookup(some)

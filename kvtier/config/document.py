@@ -12,12 +12,11 @@ from pathlib import Path
 
 import yaml
 
-from kvtier.config.environment import Substituted, substitute
-from kvtier.config.yaml_positions import compose, line_of, read_text, value_of
+from kvtier.config.environment import SHORT, Substituted, redact, substitute
+from kvtier.config.yaml_positions import DEPTH_MAX, compose, line_of, read_text, value_of
 from kvtier.errors import ConfigError, ConfigErrors
 
 NODES_MAX = 20_000
-DEPTH_MAX = 32
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -30,6 +29,8 @@ class Document:
         self.problems: list[ConfigError] = []
         self._marks: dict[str, yaml.Mark] = {}
         self._substituted: dict[str, Substituted] = {}
+        self._hidden: dict[str, str] = {}
+        """Values of the environment, by variable, that no message may show."""
         self._nodes = 0
         self.value = self._read(root, "$", 0)
         self._unread = len(self.problems)
@@ -54,9 +55,9 @@ class Document:
 
     def report(self, place: str, problem: str, remedy: str = "") -> None:
         """Note a problem, with its line, and without the environment's values."""
-        for known, text in self._substituted.items():
-            problem = text.redact(problem, here=known == place)
-            remedy = text.redact(remedy, here=known == place)
+        own = self._substituted.get(place)
+        hidden = self._hidden | own.values if own else self._hidden
+        problem, remedy = redact(problem, hidden), redact(remedy, hidden)
         mark = self._marks.get(self._nearest(place))
         line = line_of(self.name, mark) if mark and self.name else ""
         self.problems.append(ConfigError(place, problem, remedy, line))
@@ -150,6 +151,9 @@ class Document:
         if "${" in text:
             found = substitute(text, lambda problem, remedy: self.report(place, problem, remedy))
             self._substituted[place] = found
+            self._hidden |= {
+                name: value for name, value in found.values.items() if len(value) >= SHORT
+            }
             text = found.text
         # YAML's escapes and the environment may hold it; no file name and no message can.
         if any("\ud800" <= letter <= "\udfff" for letter in text):

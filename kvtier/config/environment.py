@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-_SHORT = 4
-"""A shorter value is hidden only where it stands: it may be part of any word."""
+SHORT = 4
+"""A shorter value is hidden only in messages about its own text: it may be part of any word."""
 
 _PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)(\}?)")
 _INSIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-((?:(?!\$\{).)*))?", re.DOTALL)
@@ -27,15 +27,14 @@ class Substituted(NamedTuple):
     values: dict[str, str]
     """What was put in, by the names of variables."""
 
-    def redact(self, message: str, *, here: bool) -> str:
-        """Name the variables in a message in place of their values; it is about this text `here`,
-        or about another one."""
-        for name, value in sorted(self.values.items(), key=lambda item: -len(item[1])):
-            if here or len(value) >= _SHORT:
-                # As it is, and as `repr` writes it alone or beside a quotation mark.
-                for form in (value, repr(value)[1:-1], repr('"' + value)[2:-1]):
-                    message = message.replace(form, f"${{{name}}}")
-        return message
+
+def redact(message: str, values: Mapping[str, str]) -> str:
+    """Name the variables in a message in place of their values."""
+    for name, value in sorted(values.items(), key=lambda item: -len(item[1])):
+        # As it is, and as `repr` writes it alone or beside a quotation mark.
+        for form in (value, repr(value)[1:-1], repr('"' + value)[2:-1]):
+            message = message.replace(form, f"${{{name}}}")
+    return message
 
 
 def substitute(text: str, report: Callable[[str, str], None]) -> Substituted:

@@ -14,7 +14,8 @@ import yaml
 
 from kvtier.errors import ConfigError, ConfigErrors
 
-FILE_BYTES_MAX = 1 << 20
+FILE_BYTES_MAX = 1 << 16
+DEPTH_MAX = 32
 
 _NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
 _SCALARS: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -66,6 +67,8 @@ def compose(text: str, name: str) -> yaml.Node:
             problem = f"{error.context}, {problem}"
         elif problem.startswith("expected <block end>"):
             problem = "this line is not indented as those that it belongs to"
+        elif isinstance(error, _TooDeep):
+            remedy = "write the values out"
         if error.problem_mark is not None:
             line = line_of(name, error.problem_mark)
     except yaml.reader.ReaderError as error:
@@ -108,8 +111,19 @@ def value_of(node: yaml.Node) -> object:
         raise ValueError(f"{node.value!r} is no YAML {kind}", "remove the tag") from None
 
 
+class _TooDeep(yaml.MarkedYAMLError):
+    """More brackets are open than a stack can have."""
+
+
 class _Composer(yaml.SafeLoader):
-    """With the scalars of YAML 1.2."""
+    """With the scalars of YAML 1.2, and no more open brackets than a document may have: with each
+    token the scanner looks through all of them."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= DEPTH_MAX:
+            mark = self.get_mark()
+            raise _TooDeep(None, None, "nested too deep", mark)
+        super().fetch_flow_collection_start(token)
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         if kind is yaml.ScalarNode and implicit[0]:  # neither quoted nor tagged

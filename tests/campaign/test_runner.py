@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from campaign import report
+from campaign.import_ahead import import_ahead
 from campaign.round import Round, Scenario
 from campaign.runner import Books, Runner
 
@@ -131,3 +135,29 @@ def test_it_goes_on_where_it_ended(tmp_path: Path, runner: MakeRunner) -> None:
     again.close()
     with pytest.raises(SystemExit, match="campaign of seed 7"):
         runner(tmp_path, dice, seed=8)
+
+
+class TestImportsAhead:
+    @pytest.fixture(autouse=True)
+    def thawed(self) -> Iterator[None]:
+        yield
+        gc.unfreeze()
+
+    def test_what_work_imports_is_there_and_what_it_does_is_not(self) -> None:
+        done: list[int] = []
+
+        def work() -> None:
+            import_module("colorsys")
+            done.append(1)
+
+        sys.modules.pop("colorsys", None)
+        import_ahead(work)
+        assert "colorsys" in sys.modules
+        assert not done
+
+    def test_work_that_fails_says_why(self) -> None:
+        def work() -> None:
+            raise OSError("no disk")
+
+        with pytest.raises(RuntimeError, match="no disk"):
+            import_ahead(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,36 @@ class TestSecrets:
             "b": "${ONE}",
             "c": "plain",
         }
+
+
+@pytest.mark.parametrize("opened", ["[", "{", "[{a: "])
+def test_open_brackets_are_counted_before_the_file_is_read_to_its_end(opened: str) -> None:
+    with pytest.raises(ConfigErrors, match="nested too deep") as caught:
+        Document.from_text("a:\n " + opened * (DEPTH_MAX + 1), "x.yaml")
+    assert caught.value.errors[0].line.startswith("x.yaml:2:")
+
+
+@pytest.mark.parametrize("line", ["- ${NOT_SET}\n", "- ${A_VALUE}${A_VALUE:-}${NOT_SET}\n"])
+def test_twice_as_many_problems_cost_twice_as_much(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setenv("A_VALUE", "secret")
+    monkeypatch.delenv("NOT_SET", raising=False)
+
+    def calls(lines: int) -> int:
+        counted = 0
+
+        def count(frame: object, event: str, arg: object) -> None:
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(count)
+        try:
+            document = Document.from_text(line * lines)
+        finally:
+            sys.setprofile(None)
+        assert len(document.problems) == lines
+        return counted
+
+    calls(1)
+    assert calls(400) < 2.2 * calls(200)
