@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from itertools import islice
+from itertools import islice, product
 
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.core.interfaces.tier import Tier
@@ -106,12 +106,16 @@ class MemoryTier(Tier):
                 return [key]
         return []
 
-    def _in_order(self) -> list[BlockKey]:
+    def _in_order(self) -> Iterable[BlockKey]:
         """All that is resident: released first, then the coldest first, and last the retained."""
         if not (self._released or len(self.retained)):
-            return list(self._resident)
-        return sorted(
-            self._resident, key=lambda key: (key in self.retained, key not in self._released)
+            return self._resident
+        ranks = product((False, True), repeat=2)
+        return (
+            key
+            for rank in ranks
+            for key in self._resident
+            if (key in self.retained, key not in self._released) == rank
         )
 
     def complete_store(
