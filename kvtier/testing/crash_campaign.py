@@ -55,7 +55,8 @@ class Books:
         self.banned: set[BlockKey] = set()
         """Aborted or forgotten, for good."""
         self.slack = 0
-        """How many due blocks an unfinished reservation may have evicted unreported."""
+        """How many due blocks may have gone unreported: by an unfinished reservation, or by who
+        takes away what is beyond a budget."""
         self.committed = 0
         self.evicted = 0
 
@@ -70,6 +71,7 @@ class Books:
         gone: set[BlockKey] = set()
         for lines in writers:
             unfinished = 0
+            shed = [0, 0]  # files that it took away of itself, not yet reported: before R, since
             for what, _, text in (line.partition(" ") for line in lines):
                 keys = set() if what == "N" else {_key(word) for word in text.split()}
                 if what == "T":
@@ -83,9 +85,12 @@ class Books:
                     committed |= keys
                 elif what in ("F", "R"):
                     gone |= keys
+                    shed = [shed[1], 0] if what == "R" else shed
+                elif what == "U":
+                    shed[1] += 1
                 elif what == "G":
                     self.banned |= keys
-            self.slack += unfinished
+            self.slack += unfinished + sum(shed)
         self.committed += len(committed)
         self.due = (self.due | committed) - gone
 

@@ -109,7 +109,11 @@ class Writer:
 
         def plan(call: Call) -> Fault | None:
             dead = moment.kind == "call" and call.number == int(moment.at)
+            if sheds and call.name == "unlink":
+                self._say("U", "")
             return Fault.DEATH if dead else None
+
+        sheds = self._subject.sheds and bool(self._engine)
 
         disk = FaultyDisk(plan, seed=self._dice.randrange(1 << 30))
         steps = Steps(self._subject.backend, int(moment.at))
@@ -127,7 +131,7 @@ class Writer:
             if self._dice.random() < 0.2:
                 self._forget(rig, some[:2])
             rig.tier.tick()
-            if self._subject.sheds and self._engine:
+            if sheds:
                 self._report("R", _removed(rig))
         self._say("N", f"{disk.calls} {steps.count}")
         die()

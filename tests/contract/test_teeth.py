@@ -467,3 +467,9 @@ class TestBooks:
     def test_an_unfinished_reservation_may_have_evicted(self) -> None:
         books = self.books("T k0", "E", "C k0", "T k1")
         books.check(self.found(), MemorySubject())
+
+    def test_who_sheds_may_have_died_before_it_said_so(self) -> None:
+        told = ("T k0", "E", "C k0", "U", "R")
+        self.books(*told).check(self.found(), MemorySubject())
+        with pytest.raises(Broken, match="2 committed blocks are lost"):
+            self.books(*told, "T k1", "E", "C k1", "R").check(self.found(), MemorySubject())
