@@ -102,9 +102,11 @@ class ServingDay(Serving):
         self._judge(round, looks)
         _note(round, "last quarter", looks[3 * len(looks) // 4 :], _FLAT)
         plain = self._looks(round, seed, "--seconds", str(_DAY_S / 2), "--plain")
-        for title, part in (("second half", 2), ("last quarter", 4)):
-            rest = plain[len(plain) - len(plain) // part :]
-            _note(round, f"without kvtier, {title}", rest, ("descriptors", "threads", "memory"))
+        lives = {"with kvtier": looks[: len(plain)], "without": plain}
+        for title, life in lives.items():  # over the same requests: memory grows most at first
+            named = f"of the first {plain[-1]['requests'] if plain else 0}, {title}"
+            rest = life[len(life) // 2 :]
+            _note(round, f"second half {named}", rest, ("descriptors", "threads", "memory"))
 
 
 def _note(round: Round, title: str, looks: list[dict[str, Any]], names: Iterable[str]) -> None:
