@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -166,6 +166,10 @@ bench-plan: $(STAMP)
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m benchmarks.tiers.nvme
+
+# A prompt's blocks from CPU memory to KV tensors, proved, beside plain copies of the same bytes.
+bench-host-loads: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m benchmarks.tiers.host_loads
 
 # Servers that live for an hour while everything goes wrong: make bench-soak MINUTES=240 SEED=2
 bench-soak: $(VLLM_STAMP) $(STAMP)

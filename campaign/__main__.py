@@ -24,7 +24,8 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=None, help="this one alone, once more")
     parser.add_argument("--folder", type=Path, default=Path("build/campaign"))
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(SCENARIOS)
+    usual = [name for name, scenario in SCENARIOS.items() if scenario.share]
+    names = options.only.split(",") if options.only else usual
     if unknown := [name for name in names if name not in SCENARIOS]:
         parser.error(f"no scenario {unknown}: there are {', '.join(SCENARIOS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -73,7 +73,7 @@ class Scenario(ABC):
     about: str
     """In one sentence, for the report."""
     share: float = 1.0
-    """Of the campaign's time, beside the others'."""
+    """Of the campaign's time, beside the others'; 0 is played only if it is named."""
     limit_s: float = 120.0
     """A round that counts nothing for so long hangs."""
 

@@ -1,15 +1,18 @@
-"""A real engine that serves for a while: `python -m campaign.serving_life FOLDER SEED REQUESTS`.
+"""A real engine that serves for a while: `python -m campaign.serving_life --help`.
 
 It runs where vLLM is installed, and prints one line of JSON for each look at the engine at rest.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,15 @@ _LONGEST = 900
 
 
 def main() -> None:
-    """Ask, abort, preempt, reset and change adapters; look at what the processes hold."""
-    folder, seed, requests = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    dice = random.Random(seed)
+    """Ask, abort, preempt, reset, sleep and change adapters; look at what the processes hold."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=1 << 30)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--plain", action="store_true", help="without kvtier")
+    options = parser.parse_args()
+    folder, dice = options.folder, random.Random(options.seed)
     build = [sys.executable, str(HOST.parents[1] / "families.py"), str(MODEL)]
     subprocess.run(
         [*build, "--family", "llama", "--seed", "0", "--layers", "4"],
@@ -38,58 +47,111 @@ def main() -> None:
         make_adapter(each, number)
     world = World(folder)
     try:
-        stack = world.stack(capacity="8MiB") | {"mover": {"mode": "process"}}
-        engine = world.engine(MODEL, stack=stack, enable_lora=True, max_lora_rank=8)
-        engine.mover()
+        lora = {"enable_lora": True, "max_lora_rank": 8}
+        if options.plain:
+            life: _Life = _Life(world.engine(MODEL, **lora), world)
+        else:
+            life = _KeptLife(world.engine(MODEL, stack=_stack(world), **lora), world)
         pool = [prompt(number, dice.randint(100, _LONGEST)) for number in range(_PROMPTS)]
-        for number in range(requests):
-            _ask(engine, dice, dice.choice(pool), adapters)
-            if number % _LOOK_EVERY == _LOOK_EVERY - 1:
-                print(json.dumps(_look(engine, world, number + 1)), flush=True)
+        end, number = time.monotonic() + options.seconds, 0
+        while number < options.requests and time.monotonic() < end:
+            number += 1
+            life.ask(dice, dice.choice(pool), adapters)
+            if number % _LOOK_EVERY == 0:
+                print(json.dumps({"requests": number} | life.look()), flush=True)
     finally:
         world.close()
 
 
-def _ask(engine: Engine, dice: random.Random, tokens: list[int], adapters: list[Path]) -> None:
-    what = dice.random()
-    if what < 0.5:
-        engine.generate(prompts=[tokens], tokens=4)
-    elif what < 0.65:
-        number = dice.randrange(len(adapters))
-        adapter = (f"adapter-{number}", number + 1, str(adapters[number]))
-        engine.generate_with(prompt=tokens, tokens=4, adapter=adapter)
-    elif what < 0.8:
-        engine.begin(prompt=tokens, tokens=4, steps=dice.randint(0, 4))
-        engine.abort()
-    elif what < 0.85:
-        engine.begin(prompt=tokens, tokens=4, steps=2)
-        engine.preempt_all()
-        engine.end()
-    elif what < 0.98:
-        engine.forget_engine_cache()
-    else:
-        engine.forget_everything()
+def _stack(world: World) -> dict[str, Any]:
+    """Three tiers; what a store does every few seconds or minutes it does 144 times as often: ten
+    minutes are its day."""
+    stack = world.stack(capacity="8MiB") | {"mover": {"mode": "process"}}
+    stack["tiers"].append(
+        {
+            "kind": "object",
+            "url": f"file://{world.folder}/store",
+            "capacity": "64MiB",
+            "refresh": "35ms",
+            "audit": "4s",
+            "age_max": "2min",
+        }
+    )
+    return stack
 
 
-def _look(engine: Engine, world: World, requests: int) -> dict[str, Any]:
-    """What is held at rest."""
-    settled = engine.settle()
-    facts, mover = engine.facts(), engine.mover()
-    tiers = facts["chain"]["tiers"]
-    shared = sum(path.stat().st_blocks * 512 for path in world.region.iterdir())
-    return {
-        "requests": requests,
-        "at rest": settled and not facts["busy"],
-        "mistakes": facts["mistakes"],
-        "known requests": facts["requests"],
-        "pins": sum(tier["pinned"] for tier in tiers),
-        "slots in flight": sum(tier["in_flight"] for tier in tiers),
-        "descriptors": facts["descriptors"] + _count(mover, "fd"),
-        "threads": _count(engine.process.pid, "task") + _count(mover, "task"),
-        "memory": engine.resident(),
-        "mover's memory": _own_memory(mover),
-        "shared memory": shared,
-    }
+class _Life:
+    """An engine without kvtier, and what it is asked."""
+
+    def __init__(self, engine: Engine, world: World) -> None:
+        self.engine = engine
+        self.world = world
+
+    def ask(self, dice: random.Random, tokens: list[int], adapters: list[Path]) -> None:
+        """A request of some kind, or something between two."""
+        engine, what = self.engine, dice.random()
+        if what < 0.5:
+            engine.generate(prompts=[tokens], tokens=4)
+        elif what < 0.65:
+            number = dice.randrange(len(adapters))
+            adapter = (f"adapter-{number}", number + 1, str(adapters[number]))
+            engine.generate_with(prompt=tokens, tokens=4, adapter=adapter)
+        elif what < 0.8:
+            engine.begin(prompt=tokens, tokens=4, steps=dice.randint(0, 4))
+            engine.abort()
+        elif what < 0.85:
+            engine.begin(prompt=tokens, tokens=4, steps=2)
+            engine.preempt_all()
+            engine.end()
+        else:
+            self.between(what)
+
+    def between(self, what: float) -> None:
+        """Forget vLLM's own cache."""
+        self.engine.preempt_all()
+
+    def look(self) -> dict[str, Any]:
+        """What is held at rest."""
+        pid = self.engine.process.pid
+        return {
+            "descriptors": _count(pid, "fd"),
+            "threads": _count(pid, "task"),
+            "memory": self.engine.resident(),
+        }
+
+
+class _KeptLife(_Life):
+    """The same with kvtier."""
+
+    def between(self, what: float) -> None:
+        if what < 0.96:
+            self.engine.forget_engine_cache()
+        elif what < 0.98:
+            self.engine.settle()
+            self.engine.sleep(level=1)
+            self.engine.wake_up()
+        else:
+            self.engine.forget_everything()
+
+    def look(self) -> dict[str, Any]:
+        engine = self.engine
+        settled = engine.settle()
+        facts, mover = engine.facts(), engine.mover()
+        tiers = facts["chain"]["tiers"]
+        mine = super().look()
+        return mine | {
+            "at rest": settled and not facts["busy"],
+            "mistakes": facts["mistakes"],
+            "known requests": facts["requests"],
+            "pins": sum(tier["pinned"] for tier in tiers),
+            "slots in flight": sum(tier["in_flight"] for tier in tiers),
+            "descriptors": mine["descriptors"] + _count(mover, "fd"),
+            "threads": mine["threads"] + _count(mover, "task"),
+            "mover's memory": _own_memory(mover),
+            "shared memory": sum(
+                path.stat().st_blocks * 512 for path in self.world.region.iterdir()
+            ),
+        }
 
 
 def _count(process: int, what: str) -> int:

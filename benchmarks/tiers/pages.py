@@ -43,6 +43,24 @@ class Pages:
             pages = self._layers[:, first : first + PER_CHUNK]
             pages[:] = np.frombuffer(payload, np.uint8).reshape(pages.shape)
 
+    def by_torch(self, payloads: Sequence[Buffer]) -> Callable[[], None]:
+        """What does the same by torch, in the thread that calls it."""
+        import torch
+
+        torch.set_num_threads(1)
+        layers = torch.from_numpy(self._layers)
+        targets = [layers[:, first : first + PER_CHUNK] for first in self._ids[:, 0].tolist()]
+        sources = [
+            torch.frombuffer(payload, dtype=torch.uint8).view(target.shape)
+            for payload, target in zip(payloads, targets, strict=True)
+        ]
+
+        def copy() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+
+        return copy
+
     def copier(
         self, region: HostRegion, namespace: bytes
     ) -> tuple[Callable[[Sequence[BlockKey], Sequence[int]], Callable[[], None]], CpuCopier]:

@@ -13,13 +13,13 @@ from campaign.scenarios.limits import Limits
 from campaign.scenarios.media import Media
 from campaign.scenarios.movers import Movers
 from campaign.scenarios.power import Power
-from campaign.scenarios.serving import Serving
-from campaign.scenarios.shared import Shared
+from campaign.scenarios.serving import Serving, ServingDay
+from campaign.scenarios.shared import Bucket, Shared
 
 SCENARIOS: dict[str, Scenario] = {
     each.name: each
     for each in (
-        *(Damage(), Kills(), Movers(), Commands(), Power(), Shared(), Clocks(), Media()),
-        *(Disks(), Limits(), Day(), Serving()),
+        *(Damage(), Kills(), Movers(), Commands(), Power(), Shared(), Bucket(), Clocks(), Media()),
+        *(Disks(), Limits(), Day(), Serving(), ServingDay()),
     )
 }

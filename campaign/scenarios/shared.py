@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import yaml
+from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
 from campaign.children import Child, Say
 from campaign.round import Round, Scenario
@@ -57,11 +58,15 @@ class Shared(Scenario):
     limit_s = 180.0
 
     def play(self, round: Round) -> None:
-        configs = [self._config(round.folder, number) for number in range(_ENGINES)]
+        self._serve_all(round, {}, round.folder / "store")
+
+    def _serve_all(self, round: Round, store: dict[str, Any], files: Path) -> None:
+        """A round with these settings of the store, whose objects are files in a folder."""
+        configs = [self._config(round.folder, number, store) for number in range(_ENGINES)]
         command = round.folder / "stack.yaml"
         command.write_text(yaml.safe_dump(configs[0] | {"name": "commands"}))
         engines = [self._start(round, config) for config in configs]
-        looks = _Looks(round, round.folder)
+        looks = _Looks(round, round.folder / "nvme", files)
         end = time.monotonic() + _SECONDS
         running: Child | None = None
         while time.monotonic() < end:
@@ -80,12 +85,14 @@ class Shared(Scenario):
             self._end(round, engine)
             looks.killed += 1
         looks.look()
+        share = looks.fullest / (_STORE_BLOCKS * SLOT)
+        round.notes.append(f"the store had up to {share:.0%} of its budget")
 
-    def _config(self, folder: Path, number: int) -> dict[str, Any]:
+    def _config(self, folder: Path, number: int, store: dict[str, Any]) -> dict[str, Any]:
         config = described(folder, host=f"host{number}", blocks=48, refresh="100ms")
         config["name"] = f"engine{number}"
         config["tiers"][1]["capacity"] = _NVME_BYTES
-        config["tiers"][2] |= {"capacity": _STORE_BLOCKS * SLOT, "threads": _THREADS}
+        config["tiers"][2] |= {"capacity": _STORE_BLOCKS * SLOT, "threads": _THREADS} | store
         return config
 
     def _start(self, round: Round, config: dict[str, Any]) -> Child:
@@ -107,6 +114,27 @@ class Shared(Scenario):
             round.counts["blocks loaded and proved"] += loaded
 
 
+class Bucket(Shared):
+    name = "bucket"
+    about = (
+        f"The same {_ENGINES} engines and commands with their store in a bucket: behind a real S3 "
+        "server, rclone, which checks every signature, and keeps objects as files."
+    )
+    share = 0.5
+
+    def play(self, round: Round) -> None:
+        home = round.folder / "rclone"
+        home.mkdir()
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        with rclone(home) as server:
+            store = {"url": "s3://bucket/kv", "endpoint": server.endpoint, "region": "us-east-1"}
+            self._serve_all(round, store, home / "data" / "bucket")
+
+
 def serve(say: Say, config: dict[str, Any], seed: int) -> None:
     """Ask for what others may have stored, and store what is not there."""
     dice = Random(seed)
@@ -126,20 +154,29 @@ def serve(say: Say, config: dict[str, Any], seed: int) -> None:
 class _Looks:
     """Sizes, as `du` sees them, or as `ls` does if that is more."""
 
-    def __init__(self, round: Round, folder: Path) -> None:
+    def __init__(self, round: Round, nvme: Path, store: Path) -> None:
         self._round = round
-        self._folder = folder
+        self._nvme = nvme
+        self._store = store
         self.killed = 0
+        self.fullest = 0
+        """The most bytes of blocks that the store had."""
 
     def look(self) -> None:
-        files = [size for path, size in _sizes(self._folder / "nvme") if "owners" not in path]
+        files = [size for path, size in _sizes(self._nvme) if "owners" not in path]
         nvme, most = sum(files), _NVME_BYTES + len(files) * _PAGE_BYTES
-        blocks = sum(size for path, size in _sizes(self._folder / "store") if "/blocks/" in path)
+        blocks = sum(size for path, size in _sizes(self._store) if _is_block(path))
         allowed = (_STORE_BLOCKS + self.killed * _THREADS) * SLOT
+        self.fullest = max(self.fullest, blocks)
         self._round.counts["looks at both budgets"] += 1
         self._round.check(nvme <= most, f"the folder has {nvme} bytes of {most}")
         text = f"the store has {blocks} bytes of {allowed}, {self.killed} engines were killed"
         self._round.check(blocks <= allowed, text)
+
+
+def _is_block(path: str) -> bool:
+    """Whether a file is a block; what a server is still writing is no object yet."""
+    return "/blocks/" in path and not path.endswith(".partial")
 
 
 def _sizes(root: Path) -> Iterator[tuple[str, int]]:
