@@ -86,10 +86,10 @@ class TimedHost(Host):
             self._llm.llm_engine.add_request(names[-1], given, self._greedy(tokens))
         return names
 
-    def replay(self, requests: list[tuple[float, list[int]]], tokens: int) -> dict[str, Any]:
-        """Prompts that come at their times, whatever the engine is at then. Of each the seconds
-        from then to its first and to its last token, and what it found; and what all took of the
-        processors."""
+    def replay(self, requests: list[tuple[Any, ...]], tokens: int) -> dict[str, Any]:
+        """Prompts that come at their times, whatever the engine is at then, perhaps with what is
+        said of their sessions. Of each the seconds from then to its first and to its last token,
+        and what it found; and what all took of the processors."""
         engine = self._llm.llm_engine
         before, begin = self._processor_seconds(), time.perf_counter()
         due: dict[str, float] = {}
@@ -103,8 +103,8 @@ class TimedHost(Host):
                 self._serial += 1
                 name = f"timed-{self._serial}"
                 due[name] = following[0]
-                given = {"prompt_token_ids": following[1]}
-                engine.add_request(name, given, self._greedy(tokens))
+                given, said = {"prompt_token_ids": following[1]}, following[2:]
+                engine.add_request(name, given, self._greedy(tokens, *said))
                 following = next(coming, None)
             if not engine.has_unfinished_requests():
                 self._step()  # what is behind the requests goes on
