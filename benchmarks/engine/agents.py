@@ -1,6 +1,6 @@
 """Agents that pause for their tools, with hints, with what kvtier learns by itself, and with LRU.
 
-    make bench-agents       # AGENTS=24 REQUESTS=120 ROUNDS=2 PART=0.5 SIZES="0.1 0.2 0.4" SHARE=0.25
+    make bench-agents       # AGENTS=24 REQUESTS=120 ROUNDS=2 PART=0.5 SIZES="0.1 0.2 0.4"
     make bench-agents JSON=figures.json DTYPE=float32      # as in benchmarks/engine/vllm.py
 
 Made-up sessions: several at a time, under three system prompts with tools, with pauses of 2 to 120
