@@ -1,21 +1,21 @@
 """Agents that pause for their tools, with hints, with what kvtier learns by itself, and with LRU.
 
-    make bench-agents       # AGENTS=24 REQUESTS=120 ROUNDS=2 PART=0.7 SIZES="0.2 0.3 0.4"
+    make bench-agents       # AGENTS=24 REQUESTS=120 ROUNDS=2 ROUND_S=40 SIZES="0.2 0.3 0.4"
     make bench-agents JSON=figures.json DTYPE=float32      # as in benchmarks/engine/vllm.py
 
 Made-up sessions: several at a time, under three system prompts with tools, with pauses of 2 to 120
-seconds (log-normal). Time runs so fast that an engine without any cache would compute for PART of
-it. Below an engine's own cache, which is small, there is only CPU memory, for a part of all that is
-asked. Three engines live at the same time and serve the same sessions in turns; each round has
-other ones. The hints are those of the guide: a session's name with each request, and with its last
-one that it is over.
+seconds (log-normal). Time runs so fast that a round takes ROUND_S. Below an engine's own cache,
+which is small, there is only CPU memory, for a part of all that is asked. Three engines live at the
+same time, and each request goes to one after the other: whatever else the machine does hits all of
+them. The hints are those of the guide: a session's name with each request, and with its last one
+that it is over.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
@@ -30,7 +30,7 @@ from kvtier.core.records.record import record_bytes
 AGENTS = int(os.environ.get("AGENTS", "24"))
 REQUESTS = int(os.environ.get("REQUESTS", "120"))
 ROUNDS = int(os.environ.get("ROUNDS", "2"))
-PART = float(os.environ.get("PART", "0.7"))
+ROUND_S = float(os.environ.get("ROUND_S", "40"))
 SIZES = tuple(map(float, os.environ.get("SIZES", "0.2 0.3 0.4").split()))
 """CPU memory, as parts of all different tokens that a round's sessions have."""
 SHARE = float(os.environ.get("SHARE", "0.25"))
@@ -43,7 +43,6 @@ STAYS = 0.85
 PAUSE_S = (2.0, 120.0)
 SERVING_S = 2.0
 """Between a request and the beginning of the pause."""
-DECODED = 8
 OWN_TOKENS, RUNNING, TOKENS_MAX = 5 << 10, 2, 4 << 10
 HINTS, LEARNING, LRU = "hints", "learning alone", "LRU"
 
@@ -96,7 +95,6 @@ class Bench(Served):
         tokens = sum(len(each.prompt) for asked in self.rounds for each in asked)
         self.report = Report(f"{ROUNDS} rounds of {REQUESTS} requests, {tokens} tokens, {DTYPE}")
         self.blocks_of_all = median(map(different_blocks, self.rounds))
-        self._pace: float | None = None
 
     def engine(self, name: str, size: float, region: Path) -> Engine:
         """One of them, with so large a part of what is asked in CPU memory."""
@@ -112,52 +110,36 @@ class Bench(Served):
         return self.start(stack, TOKENS_MAX, max_num_seqs=RUNNING, **own)
 
     def compare(self, size: float, engines: dict[str, Engine]) -> None:
-        """All rounds on all engines, the first of them another one each time."""
-        pace = self._pace = self._pace or self._measure(engines[LRU])
-        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        """All rounds; of the engines another one is asked first each time."""
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         names = list(engines)
-        for number, asked in enumerate(self.rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                timed = [
-                    (each.at * pace, each.prompt, each.said if name == HINTS else None)
-                    for each in asked
-                ]
-                engine = engines[name]
-                found[name].append(engine.replay(requests=timed, tokens=DECODED))
+        for asked in self.rounds:
+            begin, pace = time.perf_counter(), ROUND_S / asked[-1].at
+            for number, each in enumerate(asked):
+                time.sleep(max(0.0, begin + each.at * pace - time.perf_counter()))
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    said = each.said if name == HINTS else None
+                    found[name].append(engines[name].first_token(prompt=each.prompt, said=said))
+            for engine in engines.values():
                 engine.settle()
                 engine.forget_engine_cache()
         self._tell(size, found)
 
-    def _measure(self, engine: Engine) -> float:
-        """Seconds for each of a session's, so that computing all prompts is PART of the time."""
-        fresh = [self.prompt(1024) for _ in range(8)]
-        took = engine.replay(requests=[(0.0, each, None) for each in fresh], tokens=DECODED)
-        engine.settle()
-        a_token = max(last for _, last, _ in took["answers"]) / sum(map(len, fresh))
-        asked = self.rounds[0]
-        computing = a_token * sum(len(each.prompt) for each in asked)
-        pace = computing / PART / asked[-1].at
-        self.report.add("a round takes", asked[-1].at * pace, "s")
-        self.report.add("a second of a session takes", pace, "s")
-        return float(pace)
-
     def _tell(self, size: float, found: dict[str, list[dict[str, Any]]]) -> None:
-        tokens = [sum(len(each.prompt) for each in asked) for asked in self.rounds]
         what = f"memory for {size:.0%} of all"
-        firsts: dict[str, list[float]] = {}
-        for name, rounds in found.items():
-            cached = sum(each[2] for told in rounds for each in told["answers"])
-            firsts[name] = [mean(each[0] for each in told["answers"]) for told in rounds]
-            self.report.add(f"{what}: {name}, tokens cached", 100 * cached / sum(tokens), "%")
-            self.report.add(f"{what}: {name}, mean first token", mean(firsts[name]), "s")
-            half = median(each[0] for told in rounds for each in told["answers"])
-            self.report.add(f"{what}: {name}, first token, 50 % within", half, "s")
-            spent = sum(told["spent"] for told in rounds)
-            self.report.add(f"{what}: {name}, processor", spent, "s")
+        tokens = sum(len(each.prompt) for asked in self.rounds for each in asked)
+        seconds = {}
+        for name, answers in found.items():
+            cached = sum(each["cached"] for each in answers)
+            seconds[name] = [each["seconds"] for each in answers]
+            self.report.add(f"{what}: {name}, tokens cached", 100 * cached / tokens, "%")
+            self.report.add(f"{what}: {name}, mean first token", mean(seconds[name]), "s")
         for name, other in ((HINTS, LRU), (HINTS, LEARNING), (LEARNING, LRU)):
-            pairs = zip(firsts[name], firsts[other], strict=True)
+            ratio = mean(seconds[name]) / mean(seconds[other])
+            self.report.add(f"{what}: mean first token, {name} / {other}", ratio, "x")
+            pairs = zip(seconds[name], seconds[other], strict=True)
             ratio = median(mine / theirs for mine, theirs in pairs)
-            self.report.add(f"{what}: first token, {name} / {other}", ratio, "x")
+            self.report.add(f"{what}: median of each request's ratio, {name} / {other}", ratio, "x")
 
 
 def main() -> None:

@@ -19,12 +19,13 @@ class TimedHost(Host):
 
     _share: Any = None
 
-    def first_token(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds from the request to its first token."""
+    def first_token(self, prompt: list[int], said: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Seconds from the request, with what is said of its session, to its first token."""
         engine = self._llm.llm_engine
         self._serial += 1
         begin = time.perf_counter()
-        engine.add_request(f"timed-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(1))
+        given, name = {"prompt_token_ids": prompt}, f"timed-{self._serial}"
+        engine.add_request(name, given, self._greedy(1, said))
         while True:
             for output in engine.step():
                 if output.finished:
@@ -86,10 +87,10 @@ class TimedHost(Host):
             self._llm.llm_engine.add_request(names[-1], given, self._greedy(tokens))
         return names
 
-    def replay(self, requests: list[tuple[Any, ...]], tokens: int) -> dict[str, Any]:
-        """Prompts that come at their times, whatever the engine is at then, perhaps with what is
-        said of their sessions. Of each the seconds from then to its first and to its last token,
-        and what it found; and what all took of the processors."""
+    def replay(self, requests: list[tuple[float, list[int]]], tokens: int) -> dict[str, Any]:
+        """Prompts that come at their times, whatever the engine is at then. Of each the seconds
+        from then to its first and to its last token, and what it found; and what all took of the
+        processors."""
         engine = self._llm.llm_engine
         before, begin = self._processor_seconds(), time.perf_counter()
         due: dict[str, float] = {}
@@ -103,8 +104,8 @@ class TimedHost(Host):
                 self._serial += 1
                 name = f"timed-{self._serial}"
                 due[name] = following[0]
-                given, said = {"prompt_token_ids": following[1]}, following[2:]
-                engine.add_request(name, given, self._greedy(tokens, *said))
+                given = {"prompt_token_ids": following[1]}
+                engine.add_request(name, given, self._greedy(tokens))
                 following = next(coming, None)
             if not engine.has_unfinished_requests():
                 self._step()  # what is behind the requests goes on
