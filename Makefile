@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -97,6 +97,10 @@ bench-crowd: $(VLLM_STAMP)
 # Prompts that wait behind others, from a slow disk and a store that is far away, with and without prefetching.
 bench-prefetch: $(VLLM_STAMP) $(STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.prefetch
+
+# Agents that pause for their tools: with hints, with what kvtier learns by itself, and with LRU.
+bench-agents: $(VLLM_STAMP)
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.agents
 
 # An hour of a chat service, with kvtier, without, and with an endless cache: TRACE=requests.jsonl
 bench-trace: $(VLLM_STAMP)

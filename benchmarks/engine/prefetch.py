@@ -6,7 +6,8 @@
 Four requests decode, and fill the engine; behind them wait others, whose prompts lie on a disk that
 reads 200 MB/s, or in an S3 server that is 20 ms away and sends 64 MB/s. The four take three
 quarters of the time that the loads of all others do. The contestants take turns in one engine.
-Then the same with prompts that nobody has seen: there is nothing to be prefetched. On a machine
+Then the same with prompts that nobody has seen: there is nothing to be prefetched. In the end
+(storm) honest requests beside hostile ones, whose prompts are all prefetched in vain. On a machine
 that others use, the processor's time says more of that than the clock. Answers must be equal.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 from engines.engine import Engine
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
+from benchmarks.engine.prefetch_storm import compare_storm
 from benchmarks.engine.served import DTYPE, Served, folders
 from benchmarks.engine.slow_proxy import slow_proxy
 from benchmarks.engine.throttled_reads import throttle
@@ -34,7 +36,7 @@ UNSEEN_TOKENS = int(os.environ.get("UNSEEN_TOKENS", "192"))
 LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "256"))
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
-CASES = os.environ.get("CASES", "disk unseen store").split()
+CASES = os.environ.get("CASES", "disk unseen store storm").split()
 RUNNING = 4
 ANSWER_TOKENS = 2
 DISK_BYTES, STORE_BYTES, STORE_SECONDS = 200e6, 64e6, 0.020
@@ -54,12 +56,12 @@ class Bench(Served):
         super().__init__(folder, region, LAYERS, HIDDEN)
         self.report = Report(f"{QUEUED} prompts of {TOKENS} tokens behind {RUNNING}, {DTYPE}")
 
-    def engine(self, tier: dict[str, Any]) -> Engine:
+    def engine(self, tier: dict[str, Any], **more: Any) -> Engine:
         """With this tier below CPU memory."""
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB", "name": tier["kind"]}
         ahead = {"memory": 0.5}
         stack = {"version": 1, "name": "bench", "prefetch": ahead, "tiers": [cpu, tier]}
-        return self.start(stack, TOKENS + 1024, max_num_seqs=RUNNING)
+        return self.start(stack, TOKENS + 1024, max_num_seqs=RUNNING, **more)
 
     def compare(self, engine: Engine, case: str, rate: float | None) -> None:
         """Rounds in which each contestant has its turn; `rate` is how fast the tier below is, None
@@ -127,11 +129,17 @@ def main() -> None:
         bench = Bench(folder, region)
         throttle(folder, DISK_BYTES)
         nvme = {"kind": "nvme", "path": str(bench.blocks), "capacity": "16GiB"}
-        with bench.engine(nvme) as engine:
-            for case, rate in (("disk", DISK_BYTES), ("unseen", None)):
-                if case in CASES:
-                    bench.compare(engine, case, rate)
+        first = {"disk": DISK_BYTES, "unseen": None}
+        if not first.keys().isdisjoint(CASES):
+            with bench.engine(nvme) as engine:
+                for case, rate in first.items():
+                    if case in CASES:
+                        bench.compare(engine, case, rate)
         empty(region)
+        if "storm" in CASES:
+            with bench.engine(nvme, scheduling_policy="priority") as engine:
+                compare_storm(bench, bench.report, engine, TOKENS, ROUNDS, RUNNING)
+            empty(region)
         if "store" in CASES:
             compare_store(bench, folder, stack)
         bench.report.finish()

@@ -19,12 +19,13 @@ class TimedHost(Host):
 
     _share: Any = None
 
-    def first_token(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds from the request to its first token."""
+    def first_token(self, prompt: list[int], said: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Seconds from the request, with what is said of its session, to its first token."""
         engine = self._llm.llm_engine
         self._serial += 1
         begin = time.perf_counter()
-        engine.add_request(f"timed-{self._serial}", {"prompt_token_ids": prompt}, self._greedy(1))
+        given, name = {"prompt_token_ids": prompt}, f"timed-{self._serial}"
+        engine.add_request(name, given, self._greedy(1, said))
         while True:
             for output in engine.step():
                 if output.finished:

@@ -90,29 +90,39 @@ def besieged(
     tokens: int,
     life: int,
     priority: int,
+    at_once: int = 2,
+    every: int = 1,
 ) -> dict[str, Any]:
-    """Honest requests, two at a time, while with every step comes a hostile one that is aborted so
-    many steps later. In the order of the honest ones what they are answered, and how many of the
-    hostile ones had begun to be served."""
+    """Honest requests, so many at once, while with every step (or every so many of those that get
+    an honest one further) comes a hostile one, if there are any, that is aborted so many steps
+    later. In the order of the honest ones what they are answered and in how many seconds; how many
+    of the hostile ones came, and had begun to be served; and the processor's time of the engine's
+    own thread."""
     coming, asking, answers = list(enumerate(honest)), set[str](), dict[str, list[int]]()
+    began, seconds, before = dict[str, float](), dict[str, float](), time.thread_time()
     alive: list[tuple[int, str]] = []
     served: set[str] = set()
     scheduler = engine.engine_core.engine_core.scheduler
-    step, moved = 0, time.monotonic()
+    step, came, further, moved = 0, 0, 0, time.monotonic()
     while coming or asking or alive:
-        while coming and len(asking) < 2:
+        while coming and len(asking) < at_once:
             at, prompt = coming.pop(0)
             asking.add(f"honest-{at}")
+            began[f"honest-{at}"] = time.perf_counter()
             engine.add_request(f"honest-{at}", {"prompt_token_ids": prompt}, greedy(tokens))
-        if coming:
-            name, prompt = f"hostile-{step}", hostile[step % len(hostile)]
+        if coming and hostile and (every == 1 or came * every <= further):
+            name, prompt = f"hostile-{came}", hostile[came % len(hostile)]
+            came += 1
             given = {"prompt_token_ids": prompt}
             engine.add_request(name, given, greedy(tokens), priority=priority)
             alive.append((step + life, name))
-        for output in engine.step():
+        outputs = engine.step()
+        further += any(each.request_id in asking for each in outputs)
+        for output in outputs:
             if output.finished and output.request_id in asking:
                 asking.discard(output.request_id)
                 answers[output.request_id] = list(output.outputs[0].token_ids)
+                seconds[output.request_id] = time.perf_counter() - began[output.request_id]
                 moved = time.monotonic()
         known = scheduler.requests.values()
         served |= {each.request_id for each in known if each.status.name != "WAITING"}
@@ -124,7 +134,10 @@ def besieged(
             raise TimeoutError(f"requests that never end: {sorted(asking)}")
     return {
         "answers": [answers[f"honest-{at}"] for at in range(len(honest))],
-        "hostile": step,
+        "seconds": [seconds[f"honest-{at}"] for at in range(len(honest))],
+        "own": time.thread_time() - before,
+        "whole": time.perf_counter() - min(began.values()),
+        "hostile": came,
         "served": sum(name.startswith("hostile") for name in served),
     }
 

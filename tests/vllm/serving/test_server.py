@@ -8,6 +8,7 @@ import re
 import select
 import shlex
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,6 +208,51 @@ def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..
         assert ask(server) == answers
         tells(server, "kvtier:hit_blocks_total", chunks)
         assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
+
+
+def test_each_data_parallel_rank_prefetches_for_its_own_queue(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """What one rank has computed is only on the disk for the other one, where it waits."""
+    serving = Serving(world, model("llama"))
+    ahead = {"restart": 0, "memory": 0.75}
+    serving.stack.write_text(json.dumps(world.stack() | {"prefetch": ahead}))
+    texts = [f"{number}: {TEXT}" for number in range(6)]
+    flags = ("--data-parallel-size", "2", "--max-num-seqs", "1")
+
+    def ask(server: Server, rank: int, text: str, tokens: int) -> str:
+        body = {"model": serving.model, "prompt": text, "max_tokens": tokens, "temperature": 0}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body | {"ignore_eos": True}).encode(),
+            {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
+        )
+        with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    with (
+        serving.start(*flags, VLLM_CPU_SIM_MULTI_NUMA="0") as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        answers = [ask(server, at % 2, text, 12) for at, text in enumerate(texts)]
+        tells(server, "kvtier:stored_blocks_total", 6 * (len(texts[0]) // 256), tier="nvme")
+        server.settle()
+        server.forget_engine_cache()
+        busy = [threads.submit(ask, server, rank, f"Busy {rank}", 600) for rank in range(2)]
+        tells(server, "vllm:num_requests_running", 2)
+        waiting = [
+            threads.submit(ask, server, (at + 1) % 2, text, 12) for at, text in enumerate(texts)
+        ]
+        assert [each.result() for each in waiting] == answers
+        assert all(len(each.result()) for each in busy)
+        server.settle()
+        name = r'^kvtier:prefetch_used_blocks_total\{.*engine="(\d)".*tier="nvme".*\} (\S+)$'
+        found = re.findall(name, server.get("/metrics"), re.MULTILINE)
+        used = {rank: float(value) for rank, value in found}
+        assert used.keys() == {"0", "1"}
+        assert all(used.values()), used
+        assert server.metric("kvtier:failed_loads_total") == 0
+        assert server.metric("kvtier:mistakes_total") == 0
 
 
 def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None:

@@ -1,0 +1,160 @@
+"""Agents that pause for their tools, with hints, with what kvtier learns by itself, and with LRU.
+
+    make bench-agents       # AGENTS=24 REQUESTS=120 ROUNDS=2 ROUND_S=40 SIZES="0.2 0.3 0.4"
+    make bench-agents JSON=figures.json DTYPE=float32      # as in benchmarks/engine/vllm.py
+
+Made-up sessions: several at a time, under three system prompts with tools, with pauses of 2 to 120
+seconds (log-normal). Time runs so fast that a round takes ROUND_S. Below an engine's own cache,
+which is small, there is only CPU memory, for a part of all that is asked. Three engines live at the
+same time, and each request goes to one after the other: whatever else the machine does hits all of
+them. The hints are those of the guide: a session's name with each request, and with its last one
+that it is over.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from engines.engine import Engine
+
+from benchmarks.engine.served import DTYPE, Served, folders
+from benchmarks.report import Report
+from kvtier.core.records.record import record_bytes
+
+AGENTS = int(os.environ.get("AGENTS", "24"))
+REQUESTS = int(os.environ.get("REQUESTS", "120"))
+ROUNDS = int(os.environ.get("ROUNDS", "2"))
+ROUND_S = float(os.environ.get("ROUND_S", "40"))
+SIZES = tuple(map(float, os.environ.get("SIZES", "0.2 0.3 0.4").split()))
+"""CPU memory, as parts of all different tokens that a round's sessions have."""
+SHARE = float(os.environ.get("SHARE", "0.25"))
+"""How much of it may be retained."""
+LAYERS, HIDDEN = 4, 256
+BLOCK = 64
+COMMON_TOKENS, TURN_TOKENS, TURNS_MAX = 512, (64, 320), 12
+STAYS = 0.85
+"""A session goes on with this chance after each answer."""
+PAUSE_S = (2.0, 120.0)
+SERVING_S = 2.0
+"""Between a request and the beginning of the pause."""
+OWN_TOKENS, RUNNING, TOKENS_MAX = 5 << 10, 2, 4 << 10
+HINTS, LEARNING, LRU = "hints", "learning alone", "LRU"
+
+
+class Asked(NamedTuple):
+    """When a request comes, its prompt, and what is said of its session."""
+
+    at: float
+    prompt: list[int]
+    said: dict[str, Any]
+
+
+def sessions(seed: int) -> list[Asked]:
+    """What all agents ask, in its order; the first pauses are cut, so that all are under way."""
+    dice = random.Random(seed)
+    systems = [dice.choices(range(256), k=COMMON_TOKENS) for _ in range(3)]
+    asked: list[Asked] = []
+    for agent in range(AGENTS):
+        now, number = dice.uniform(0, PAUSE_S[1] / 4), 0
+        while now < 3600:
+            prompt, turns = list(dice.choice(systems)), 1
+            while turns < TURNS_MAX and dice.random() < STAYS:
+                turns += 1
+            for turn in range(turns):
+                prompt = prompt + dice.choices(range(256), k=dice.randint(*TURN_TOKENS))
+                said: dict[str, Any] = {"session": f"{seed}-{agent}-{number}"}
+                if turn == turns - 1:
+                    said["release"] = True
+                asked.append(Asked(now, prompt, said))
+                pause = dice.lognormvariate(2.5, 1.0)
+                now += SERVING_S + min(max(pause, PAUSE_S[0]), PAUSE_S[1])
+            number += 1
+    asked.sort(key=lambda each: each.at)
+    return asked[:REQUESTS]
+
+
+def different_blocks(asked: list[Asked]) -> int:
+    """How many blocks would hold all of these prompts."""
+    return len(
+        {hash(tuple(a.prompt[:n])) for a in asked for n in range(BLOCK, len(a.prompt) + 1, BLOCK)}
+    )
+
+
+class Bench(Served):
+    """The contestants."""
+
+    def __init__(self, folder: Path, region: Path) -> None:
+        super().__init__(folder, region, LAYERS, HIDDEN)
+        self.rounds = [sessions(seed) for seed in range(ROUNDS)]
+        tokens = sum(len(each.prompt) for asked in self.rounds for each in asked)
+        self.report = Report(f"{ROUNDS} rounds of {REQUESTS} requests, {tokens} tokens, {DTYPE}")
+        self.blocks_of_all = median(map(different_blocks, self.rounds))
+
+    def engine(self, name: str, size: float, region: Path) -> Engine:
+        """One of them, with so large a part of what is asked in CPU memory."""
+        # Keys and values of half as many heads as the model has.
+        payload = BLOCK * LAYERS * HIDDEN * (4 if DTYPE == "float32" else 2)
+        room = int(size * self.blocks_of_all) * (record_bytes(payload) + 64) + (64 << 10)
+        cpu = {"kind": "cpu", "path": str(region), "capacity": room}
+        cpu["eviction"] = "lru" if name == LRU else "adaptive"
+        stack = {"version": 1, "name": "bench", "chunk_tokens": BLOCK, "tiers": [cpu]}
+        stack["retain"] = {"share": SHARE}
+        # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
+        own: dict[str, Any] = {"num_gpu_blocks_override": OWN_TOKENS // BLOCK, "block_size": BLOCK}
+        return self.start(stack, TOKENS_MAX, max_num_seqs=RUNNING, **own)
+
+    def compare(self, size: float, engines: dict[str, Engine]) -> None:
+        """All rounds; of the engines another one is asked first each time."""
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+        names = list(engines)
+        for asked in self.rounds:
+            begin, pace = time.perf_counter(), ROUND_S / asked[-1].at
+            for number, each in enumerate(asked):
+                time.sleep(max(0.0, begin + each.at * pace - time.perf_counter()))
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    said = each.said if name == HINTS else None
+                    found[name].append(engines[name].first_token(prompt=each.prompt, said=said))
+            for engine in engines.values():
+                engine.settle()
+                engine.forget_engine_cache()
+        self._tell(size, found)
+
+    def _tell(self, size: float, found: dict[str, list[dict[str, Any]]]) -> None:
+        what = f"memory for {size:.0%} of all"
+        tokens = sum(len(each.prompt) for asked in self.rounds for each in asked)
+        seconds = {}
+        for name, answers in found.items():
+            cached = sum(each["cached"] for each in answers)
+            seconds[name] = [each["seconds"] for each in answers]
+            self.report.add(f"{what}: {name}, tokens cached", 100 * cached / tokens, "%")
+            self.report.add(f"{what}: {name}, mean first token", mean(seconds[name]), "s")
+        for name, other in ((HINTS, LRU), (HINTS, LEARNING), (LEARNING, LRU)):
+            ratio = mean(seconds[name]) / mean(seconds[other])
+            self.report.add(f"{what}: mean first token, {name} / {other}", ratio, "x")
+            pairs = zip(seconds[name], seconds[other], strict=True)
+            ratio = median(mine / theirs for mine, theirs in pairs)
+            self.report.add(f"{what}: median of each request's ratio, {name} / {other}", ratio, "x")
+
+
+def main() -> None:
+    with folders() as (folder, region):
+        bench = Bench(folder, region)
+        for size in SIZES:
+            with ExitStack() as stack:
+                engines: dict[str, Engine] = {}
+                for name in (HINTS, LEARNING, LRU):
+                    own = region / f"{size}-{len(engines)}"
+                    own.mkdir()
+                    engines[name] = stack.enter_context(bench.engine(name, size, own))
+                bench.compare(size, engines)
+        bench.report.finish()
+
+
+if __name__ == "__main__":
+    main()
