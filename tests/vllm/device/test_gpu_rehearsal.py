@@ -38,7 +38,7 @@ from support.device import pretend_cuda
 from pathlib import Path
 from benchmarks.gpu import ready
 ready.FOLDER, ready.SLOT_BYTES, ready.BESIDE_S = Path("{}"), 1 << 20, 0.1
-ready._BUILD = "from support.device from support.device from support.device import pretend_cuda" + ready._BUILD
+ready._BUILD = "from support.device import pretend_cuda" + ready._BUILD
 ready.main(8 << 20)
 """
 
