@@ -15,7 +15,7 @@ from kvtier.core.eviction import create_policy, policy_class, policy_names, regi
 from kvtier.core.eviction.adaptive.block_kinds import MARK_MAX, SHARED, shared_kind
 from kvtier.core.eviction.adaptive.policy import Adaptive
 from kvtier.core.eviction.arc import ARC
-from kvtier.core.eviction.policy import EvictionPolicy
+from kvtier.core.eviction.policy import EvictionPolicy, fingerprint
 from kvtier.core.eviction.s3fifo import S3FIFO
 from kvtier.core.eviction.traces.replay import replay
 from kvtier.core.eviction.traces.trace import Request
@@ -354,6 +354,34 @@ class TestAdaptive:
         policy.use(range(44), [*keys(0, 40), *keys(900, 4)], 60.0)
         assert policy._marks[0] > SHARED
         assert not any(policy._marks[40:44])
+
+    def test_one_watched_block_tells_how_far_what_was_shared_goes(self) -> None:
+        """Though no other block of it is remembered: of 40 one in four is watched."""
+        policy = Adaptive(100)
+        policy.use(range(44), keys(0, 44), 1.0)
+        for number in range(1, 3):
+            policy.use(range(40), keys(0, 40), 10.0 * number, ahead=4)
+            slots = range(40 + 4 * number, 44 + 4 * number)
+            policy.use(slots, keys(100 * number, 4), 10.0 * number + 1, after=39)
+        policy.evict(100)
+        history = policy._history
+        watched = history.sample(map(fingerprint, keys(0, 40)))
+        for _, cell, _ in watched[1:]:
+            history.tags[cell] = 0
+        policy.use(range(44), [*keys(0, 40), *keys(900, 4)], 60.0)
+        assert min(policy._marks[:40]) > SHARED
+        assert not any(policy._marks[40:44])
+
+    def test_a_conversation_that_came_back_soon_is_told_from_one_that_came_back_late(self) -> None:
+        policy = Adaptive(100)
+        kinds = []
+        for first, pause in ((0, 3.0), (10, 60.0)):
+            policy.use(range(first, first + 4), keys(first, 4), 100.0)
+            later = 100.0 + pause
+            policy.use(range(first, first + 4), keys(first, 4), later, ahead=2)
+            policy.use([first + 4, first + 5], keys(first + 4, 2), later, after=first + 3)
+            kinds.append([policy._runs.kind[policy._runs.run_of[first + at]] for at in (0, 5)])
+        assert len({kind for pair in kinds for kind in pair}) == 4
 
     def test_slots_have_no_marks_of_what_was_in_them_before(self) -> None:
         policy = Adaptive(20)

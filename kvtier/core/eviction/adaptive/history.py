@@ -14,8 +14,12 @@ from kvtier.core.eviction.adaptive.reuse_forecast import AGES, Forecast, age_pos
 SAMPLED_IN = 4
 """One key in so many is watched, chosen by its fingerprint; a power of two."""
 _SAMPLE_BITS = SAMPLED_IN.bit_length() - 1
-_CELLS_MIN = 1 << 14
-_CENSUS_CELLS = 1 << 14
+_CELLS_A_SLOT = 2
+"""What is popular at random times is told from what is not by uses that lie far apart: with half as
+many cells it was forgotten between two of them."""
+_CELLS_MIN = 3 << 13
+_MEMORY_MIN = 1 << 14
+_CENSUS_CELLS = _CELLS_MIN
 """At most so many cells are counted at once."""
 _EMPTY = 0
 
@@ -33,7 +37,8 @@ class History:
         self._reset(_CELLS_MIN)
 
     def _reset(self, cells: int) -> None:
-        self.cells = self._forecast.memory = cells
+        self.cells = cells
+        self._forecast.memory = max(cells // _CELLS_A_SLOT, _MEMORY_MIN)
         # Parts of equal size: a small one at the end would say next to nothing of all.
         self._census = -(-cells // -(-cells // _CENSUS_CELLS))
         self._census_at = 0
@@ -48,15 +53,16 @@ class History:
         return self.cells * 11
 
     def resize(self, slots: int) -> None:
-        """Have a cell for each slot; what was remembered stays where it still maps.
+        """Have two cells for each slot; what was remembered stays where it still maps.
 
-        Twice as many as before at least: a tier that grows slab by slab calls for each, and must
-        not move everything each time.
+        Half as many again as before at least: a tier that grows slab by slab calls for each, and
+        must not move everything each time.
         """
-        if slots <= self.cells:
+        wanted = _CELLS_A_SLOT * slots
+        if wanted <= self.cells:
             return
         before = self._columns()
-        self._reset(max(slots, 2 * self.cells))
+        self._reset(max(wanted, self.cells * 3 // 2))
         tags = before[0]
         cells = np.flatnonzero(tags != _EMPTY)
         places = (tags[cells] >> _SAMPLE_BITS) % self.cells

@@ -11,6 +11,7 @@ returns after a minute or two earns much in its first minute although nothing ha
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,16 @@ def _smooth(counts: Floats) -> Floats:
     return counts
 
 
+def _leaned(reused: Floats, at_risk: Floats, expected_hazard: Floats) -> Floats:
+    """The chances by kind and age: those expected, at a level of the kind's own, as far as it has
+    seen too little to know better."""
+    expected = (at_risk * expected_hazard).sum(axis=1, keepdims=True)
+    level = (reused.sum(axis=1, keepdims=True) + _LEVEL_WEIGHT) / (expected + _LEVEL_WEIGHT)
+    leaned = np.minimum(expected_hazard * level, 0.9)
+    hazard: Floats = np.minimum((reused + _POOL_WEIGHT * leaned) / (at_risk + _POOL_WEIGHT), 0.95)
+    return hazard
+
+
 class Counts:
     """How many waits of blocks ended at each age, by kind: noted one by one, counted in bulk."""
 
@@ -94,15 +105,22 @@ class Counts:
 class Forecast:
     """Counts of what happened at each age, and the rates that follow, for `kinds` kinds of block.
 
-    The first `pooled` kinds lean on each other where they have seen little, the others stand alone.
+    The first kinds come in groups of so many. Where they have seen little they lean on their group,
+    and the groups on each other. The kinds after these stand alone.
     A kind in `heads` is never worth less than the one in `tails` that follows it in a prefix.
     """
 
     def __init__(
-        self, kinds: int, pooled: int, heads: slice = slice(0), tails: slice = slice(0)
+        self,
+        kinds: int,
+        groups: Sequence[int],
+        heads: slice = slice(0),
+        tails: slice = slice(0),
     ) -> None:
         self._kinds = kinds
-        self._pooled = pooled
+        self._pooled = sum(groups)
+        self._group_sizes = groups
+        self._groups = np.cumsum([0, *groups[:-1]])
         self._heads, self._tails = heads, tails
         self.memory = 1 << 14
         """When so many uses were counted, all counts are halved: the old count less and less."""
@@ -115,7 +133,7 @@ class Forecast:
         self._width: Floats = np.diff(edges)
         self.rates: Floats = np.zeros((kinds + 1, AGES))
         """By kind and age; the last row is of what is worth nothing."""
-        self._unseen = np.arange(kinds) < pooled
+        self._unseen = np.arange(kinds) < self._pooled
         self._first_cell = np.arange(kinds + 1, dtype=np.intp) * AGES
         self.refresh(np.zeros((kinds, AGES)))
 
@@ -139,18 +157,20 @@ class Forecast:
             lost *= 0.5
 
     def _hazards(self, reused: Floats, at_risk: Floats) -> Floats:
-        alone = slice(self._pooled, None)
+        pooled, alone = slice(self._pooled), slice(self._pooled, None)
         prior = _PRIOR_WEIGHT * _PRIOR_HAZARD
-        together = (reused[: self._pooled].sum(0) + prior) / (
-            at_risk[: self._pooled].sum(0) + _PRIOR_WEIGHT
+        together = (reused[pooled].sum(0) + prior) / (at_risk[pooled].sum(0) + _PRIOR_WEIGHT)
+        groups = _leaned(
+            np.add.reduceat(reused[pooled], self._groups),
+            np.add.reduceat(at_risk[pooled], self._groups),
+            together,
         )
-        expected = (at_risk * together).sum(axis=1, keepdims=True)
-        level = (reused.sum(axis=1, keepdims=True) + _LEVEL_WEIGHT) / (expected + _LEVEL_WEIGHT)
-        leaned = np.minimum(together * level, 0.9)
-        hazard = (reused + _POOL_WEIGHT * leaned) / (at_risk + _POOL_WEIGHT)
-        hazard[alone] = (reused[alone] + prior) / (at_risk[alone] + _PRIOR_WEIGHT)
-        result: Floats = np.minimum(hazard, 0.95)
-        return result
+        hazard = (reused + prior) / (at_risk + _PRIOR_WEIGHT)
+        hazard[pooled] = _leaned(
+            reused[pooled], at_risk[pooled], np.repeat(groups, self._group_sizes, axis=0)
+        )
+        hazard[alone] = np.minimum(hazard[alone], 0.95)
+        return hazard
 
     def _best_rates(self, hazard: Floats) -> Floats:
         """For each kind and age, the best over all ages to wait for of hits / time spent."""
