@@ -52,7 +52,7 @@ _Watched = list[tuple[int, int, int]]
 
 
 class Adaptive(EvictionPolicy):
-    """Evicts by learned rates of hits to come; 30 to 60 bytes a slot."""
+    """Evicts by learned rates of hits to come; 36 to 75 bytes a slot."""
 
     name: ClassVar[str] = "adaptive"
 
