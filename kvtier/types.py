@@ -253,6 +253,12 @@ class TierStats(msgspec.Struct):
     pinned: int = 0
     in_flight: int = 0
     quarantined: int = 0
+    retained: int = 0
+    """Blocks that are evicted last, because somebody asked for it; once they are there."""
+    retain_refused: int = 0
+    """Blocks that were to be retained, and for which there was no place, or none any more."""
+    released: int = 0
+    """Blocks that were retained until their session was over."""
 
     @classmethod
     def total(cls, medium: str, tiers: Sequence[Self]) -> Self:

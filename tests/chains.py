@@ -17,6 +17,7 @@ from kvtier.core.settings import (
     Capacity,
     Duration,
     PrefetchSettings,
+    RetainSettings,
     TierSettings,
     WritePolicy,
 )
@@ -192,6 +193,7 @@ class ChainRig:
         clock: Callable[[], float] | None = None,
         in_files: Collection[int] = (),
         prefetch: PrefetchSettings | None = None,
+        retain: RetainSettings | None = None,
     ) -> None:
         self.now = 1000.0
         self.tiers = [
@@ -201,6 +203,7 @@ class ChainRig:
         self._rules = rules or [rule() for _ in slots]
         self._costs = costs
         self._prefetch = prefetch
+        self._retain = retain
         self._clock = clock or (lambda: self.now)
         self._begin()
 
@@ -214,9 +217,13 @@ class ChainRig:
             NAMESPACE,
             costs=self._costs,
             prefetch=self._prefetch,
+            retain=self._retain,
             rest_seconds=REST,
             clock=self._clock,
         )
+        self.chain.retention._clock = self._clock
+        for tier in self.tiers:
+            tier.retained._clock = self._clock
 
     def restart(self, rules: Sequence[TierSettings] | None = None) -> None:
         """The process dies, with all that is under way; another finds what was committed."""

@@ -59,6 +59,7 @@ class Engine:
         discard: bool = False,
         keep_s: float = 0.0,
         grows: bool = True,
+        write_rate: float | None = None,
     ) -> None:
         slot = record_bytes(namespace.payload_bytes)
         slabs = -(-blocks // SLAB_BLOCKS)
@@ -73,6 +74,7 @@ class Engine:
             discard=discard,
             keep_s=keep_s,
             grows=grows,
+            write_rate=write_rate,
         )
         disk = disk or Disk()
         self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits)

@@ -13,6 +13,7 @@ from kvtier.backends.cpu.region_locks import (
     SUFFIX,
     in_use,
     is_held,
+    list_path,
     lock_owner,
     owner_path,
     unlock,
@@ -86,7 +87,8 @@ def remove(path: Path) -> bool:
     try:
         if is_held(path):
             return False
-        for victim in (path, path.with_suffix(MAKING_SUFFIX), owner_path(path)):
+        beside = (path.with_suffix(MAKING_SUFFIX), list_path(path), owner_path(path))
+        for victim in (path, *beside):
             victim.unlink(missing_ok=True)
     finally:
         unlock(lock)

@@ -14,6 +14,7 @@ from kvtier.backends.cpu.leftover_regions import said_of_idle
 from kvtier.backends.cpu.region import MAKING_SUFFIX, Region, read_header
 from kvtier.backends.cpu.region_locks import (
     OPEN_FLAGS,
+    list_path,
     lock_owner,
     owner_path,
     unlock,
@@ -151,6 +152,7 @@ class OwnedRegion:
         """Give the region up; its blocks stay for the next owner unless it is removed."""
         if remove:
             self.path.unlink(missing_ok=True)
+            list_path(self.path).unlink(missing_ok=True)
         else:
             self.note_use()
         self.region.close()

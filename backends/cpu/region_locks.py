@@ -11,6 +11,7 @@ from kvtier.core.system.disk import is_locked, lock_within
 from kvtier.errors import MediumInUse
 
 SUFFIX = ".region"
+LIST_SUFFIX = ".retained"
 
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -23,6 +24,11 @@ LOCK_TRY_S = 0.2
 
 def owner_path(path: Path) -> Path:
     return path.with_suffix(".owner")
+
+
+def list_path(path: Path) -> Path:
+    """The file beside a region that says what is retained in it."""
+    return path.with_suffix(LIST_SUFFIX)
 
 
 def lock_owner(path: Path) -> int:

@@ -11,10 +11,13 @@ import numpy as np
 
 from kvtier.backends.cpu import sharing
 from kvtier.backends.cpu.owned_region import OwnedRegion
+from kvtier.backends.cpu.region_locks import list_path
 from kvtier.core.eviction import EvictionPolicy
+from kvtier.core.retained.kept_list import KeptList
 from kvtier.core.slab import layout
 from kvtier.core.slab.pieces import pinning_order, place_of
 from kvtier.core.slab.tier import SlabTier
+from kvtier.core.system.disk import Disk
 from kvtier.types import BlockKey, SlotSpec, TierStats
 
 
@@ -36,6 +39,7 @@ class CpuTier(SlabTier):
         self.region = owned.region
         self._owned_region = owned
         self._discard = discard
+        self._kept: KeptList | None = None
         self._note_use_at = 0.0
         self._table = owned.region.table
         self._key_of = [None] * header.slots
@@ -134,8 +138,21 @@ class CpuTier(SlabTier):
         for slot, (uses, at) in used.items():
             entries["used_at"][slot], entries["uses"][slot] = at, uses
 
+    def retain_at_most(self, blocks: int) -> None:
+        super().retain_at_most(blocks)
+        if blocks and not self._discard:
+            path = list_path(self.region.path)
+            self._kept = KeptList(self.retained, path, self.region.namespace, Disk())
+            self._kept.begin()
+
+    @property
+    def unwritten(self) -> bool:
+        return self._kept is not None and self._kept.unwritten
+
     def tick(self) -> None:
         super().tick()
+        if self._kept is not None:
+            self._kept.write()
         now = time.monotonic()  # a clock that is put back must not keep it from being said
         if now >= self._note_use_at:
             self._note_use_at = now + _NOTE_USE_S
@@ -147,5 +164,7 @@ class CpuTier(SlabTier):
         return stats
 
     def close(self) -> None:
+        if self._kept is not None:
+            self._kept.write(at_once=True)
         self._table = memoryview(b"")
         self._owned_region.close(remove=self._discard)

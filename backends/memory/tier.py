@@ -10,6 +10,7 @@ from itertools import islice
 from kvtier.backends.memory.store import MemorySpec, MemoryStore
 from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.tier_events import Events
+from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.errors import NotResident
 from kvtier.types import (
     BlockKey,
@@ -40,6 +41,8 @@ class MemoryTier(Tier):
         self._doomed: dict[BlockKey, int] = {}
         self._unwanted: set[BlockKey] = set()  # reserved before a clear: to be aborted
         self._pins: Counter[BlockKey] = Counter()
+        self.retained = RetainedBlocks()
+        self._released: set[BlockKey] = set()
         self._events = Events()
         self._stats = TierStats(self.medium, bytes_capacity=store.slots * store.slot_bytes)
 
@@ -96,12 +99,20 @@ class MemoryTier(Tier):
         return Reservation(taken, MemorySpec([self._reserved[key] for key in taken]), evicted)
 
     def _evict_one(self, spared: Collection[BlockKey]) -> list[BlockKey]:
-        for key in self._resident:
+        for key in self._in_order():
             if key not in self._pins and key not in spared:
                 self._drop([key])
                 self._stats.evicted += 1
                 return [key]
         return []
+
+    def _in_order(self) -> list[BlockKey]:
+        """All that is resident: released first, then the coldest first, and last the retained."""
+        if not (self._released or len(self.retained)):
+            return list(self._resident)
+        return sorted(
+            self._resident, key=lambda key: (key in self.retained, key not in self._released)
+        )
 
     def complete_store(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
@@ -118,6 +129,7 @@ class MemoryTier(Tier):
                 self._stats.dropped += 1
                 continue
             self._resident[key] = slot
+            self._released.discard(key)
             committed.append(key)
         self._stats.stored += len(committed)
         self._events.add(EventKind.STORED, committed[::-1])
@@ -126,20 +138,44 @@ class MemoryTier(Tier):
         for key in reversed(keys):
             if key in self._resident:
                 self._resident.move_to_end(key)
+                self._released.discard(key)
 
     def victims(self, count: int) -> list[BlockKey]:
-        return list(islice((key for key in self._resident if key not in self._pins), count))
+        return list(islice((key for key in self._in_order() if key not in self._pins), count))
+
+    def victims_within(self, count: int, seconds: float, chance: float) -> list[BlockKey]:
+        return [key for key in self.victims(count) if key not in self.retained]
+
+    def retain_at_most(self, blocks: int) -> None:
+        self.retained.allow(blocks)
+
+    def retain(self, keys: Sequence[BlockKey], session: str, until: float) -> int:
+        return self.retained.retain(
+            keys, session, until, lambda key: key in self._resident or key in self._reserved
+        )
+
+    def release(self, session: str, keys: Sequence[BlockKey] = (), *, all: bool = True) -> None:
+        free = {*self.retained.release(session, None if all else keys), *keys}
+        self._released |= {key for key in free if key in self._resident}
+
+    def retained_for(self, session: str) -> Sequence[BlockKey]:
+        return self.retained.blocks_of(session)
+
+    def tick(self) -> None:
+        self.retained.expire()
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._drop([key for key in dict.fromkeys(keys) if key in self._resident])
 
     def clear(self) -> None:
         self._unwanted.update(self._reserved)
+        self.retained.clear()
         self._drop(list(self._resident))
 
     def _drop(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             slot = self._resident.pop(key)
+            self._released.discard(key)
             if key in self._pins:
                 self._doomed[key] = slot
             else:
@@ -160,4 +196,7 @@ class MemoryTier(Tier):
         self._stats.free = len(self._free)
         self._stats.pinned = len(self._pins)
         self._stats.in_flight = len(self._reserved)
+        self._stats.retained = len(self.retained)
+        self._stats.retain_refused = self.retained.refused
+        self._stats.released = self.retained.released
         return copy(self._stats)

@@ -9,6 +9,7 @@
 - `table_writes`: entries written into a slab's table.
 - `folder`: the folder on disk: names, slabs, owners and the lock.
 - `housekeeping`: what is done on disk off the scheduler's thread.
+- `wear`: how much may be written, and what the drive says of that.
 - `inspection`: the medium seen from outside, for the command line.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from kvtier.core.settings import (
 )
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.core.system.disk import Disk
+from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.errors import ConfigError, NotWritable
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class NvmeBackend(Backend[NvmeSettings]):
                 f"{settings.capacity} is more than the whole file system of {settings.path}",
                 f"write at most {ByteSize.within(total)}, or a share like 80%",
             )
+        _check_budget(settings, size, record_bytes or 4096)
 
     def open_tier(
         self, settings: NvmeSettings, context: TierContext, disk: Disk | None = None
@@ -80,9 +83,11 @@ class NvmeBackend(Backend[NvmeSettings]):
             discard=settings.persistence is Persistence.DISCARD,
             keep_s=settings.keep_for.seconds,
             grows=settings.write is not WritePolicy.NEVER,
+            write_rate=None if only_read else settings.writes_per_second(capacity),
         )
         keeper = (ReadOnlyKeeper if only_read else Keeper)(folder, limits)
         tier = NvmeTier(keeper, create_policy(settings.eviction))
+        tier.engine = context.engine
         tier.in_files = not only_read  # workers open files to write, too
         keeper.start()
         return tier
@@ -129,6 +134,16 @@ def _folder_to_write(settings: NvmeSettings) -> Path:
 def _check_readable(folder: Path) -> None:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise NotWritable(".path", f"no right to read {folder}", "change its owner or its rights")
+
+
+def _check_budget(settings: NvmeSettings, capacity: int, block: int) -> None:
+    rate = settings.writes_per_second(capacity)
+    if rate is not None and rate * BURST_S < block:
+        setting = ".writes" if settings.writes is not None else ".endurance"
+        least = ByteSize(math.ceil(block * 86400 / BURST_S))
+        raise ConfigError(
+            setting, "is less than one block an hour", f"write at least writes: {least}/day"
+        )
 
 
 def _least(slot_bytes: int) -> int:

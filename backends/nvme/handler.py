@@ -23,7 +23,8 @@ from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 logger = logging.getLogger(__name__)
 
-_CALL_BYTES = 2 << 20
+_CALL_BYTES = 4 << 20
+"""Of payload. A direct read of 1 MiB costs 1.6 times the processor time of a quarter of this."""
 _SLOWEST = 4 << 20
 """Bytes a second: one thread of several gets as many even of a slow disk that engines share."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -47,7 +48,7 @@ class NvmeHandler(Handler):
     ) -> None:
         self.concurrency = threads
         record = record_bytes(namespace.payload_bytes)
-        self.batch_blocks = max(1, min(64, _CALL_BYTES // record))
+        self.batch_blocks = max(1, min(64, _CALL_BYTES // namespace.payload_bytes))
         self.call_seconds = max(Handler.call_seconds, self.batch_blocks * record / _SLOWEST)
         self._home = root / namespace.id
         self._namespace = namespace

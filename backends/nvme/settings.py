@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from kvtier.core.settings import ByteSize, Durability, Duration, Persistence, Threads, TierSettings
+from typing import Annotated
+
+import msgspec
+
+from kvtier.core.settings import (
+    ByteSize,
+    Durability,
+    Duration,
+    Persistence,
+    Threads,
+    TierSettings,
+    WriteRate,
+)
 
 _SLAB_MIN = 1 << 20
 _SLAB_USUAL = 64 << 20
@@ -11,6 +23,10 @@ _SLABS_MIN = 4
 """A folder has room for so many at least: a slab is what engines that share one hand over."""
 _SLABS_MAX = 1 << 14
 """And for so many at most: a keeper lists all of them, again and again."""
+
+
+DriveWrites = Annotated[float, msgspec.Meta(gt=0, le=1000)]
+_DAY_S = 86400.0
 
 
 class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
@@ -26,10 +42,27 @@ class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
     """For how long after its last use a model that is not served keeps its share of the folder."""
     durability: Durability = Durability.PROCESS
     """Whether a committed block survives only the death of processes, or a loss of power too."""
+    writes: WriteRate | None = None
+    """How much may be written in the long run, by all engines that share the folder, with bursts of
+    an hour's worth. Within it the blocks are written that will earn the most hits. Without this and
+    `endurance`: as much as comes."""
+    endurance: DriveWrites | None = None
+    """The same as a number of times that `capacity` may be written a day, like 1.0."""
     threads: Threads = 8
     """How many reads and writes are under way at once."""
     direct: bool = True
     """Bypass the page cache where the file system allows it."""
+
+    def __post_init__(self) -> None:
+        if self.writes is not None and self.endurance is not None:
+            raise ValueError("has writes and endurance; write one of them: both are the budget")
+
+    def writes_per_second(self, capacity: int) -> float | None:
+        """How many bytes may be written in the long run, where `capacity` is so many; None: as many
+        as come."""
+        if self.endurance is not None:
+            return self.endurance * capacity / _DAY_S
+        return None if self.writes is None else self.writes.per_second
 
 
 def slab_bytes(capacity: int) -> int:

@@ -13,39 +13,32 @@ from kvtier.backends.nvme.duplicate_blocks import Copies
 from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.backends.nvme.single_thread import SerializedTier, serialized
+from kvtier.backends.nvme.retained_blocks import RetainingNvmeTier
+from kvtier.backends.nvme.single_thread import serialized
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
+from kvtier.backends.nvme.wear.metered_tier import MeteredTier
 from kvtier.core.chain.writes.cascade import AHEAD_BLOCKS_MAX
 from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.interfaces.handler import own_spec
 from kvtier.core.slab import layout
 from kvtier.core.slab.memory import give_back_memory
 from kvtier.core.slab.tier import SlabTier
-from kvtier.types import (
-    BlockKey,
-    EventKind,
-    FilePlace,
-    LoadStoreSpec,
-    Outcome,
-    TierStats,
-)
+from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, Outcome, TierStats
 
 _AHEAD_BYTES = 1 << 30
 """Slabs are made before they are needed: with room for so much, which a burst of stores may bring,
 or for as many blocks as are written down ahead of eviction, if that is more. Both would evict for
 want of it. But never for more than a quarter of the capacity, so that a second engine finds some
 left."""
-
 _AHEAD_SLOTS = 1 << 14
 """At most so many slots are made ahead, more than any burst has blocks: they take memory, too."""
-
 _UPDATE_SLOTS = 1 << 11
 """About so many entries are taken in by one call, in some two milliseconds: the death of a
 neighbour may be a million."""
 
 
-class NvmeTier(SerializedTier):
+class NvmeTier(RetainingNvmeTier, MeteredTier):
     """Slots of all slabs of a namespace, numbered through; only those of own slabs are written."""
 
     in_files = True
@@ -58,6 +51,7 @@ class NvmeTier(SerializedTier):
     ) -> None:
         super().__init__("nvme", keeper.limits.slot_bytes, policy, clock)
         self._keeper = keeper
+        self.allowance, self.namespace = keeper.allowance, keeper.folder.namespace
         self._places = Places()
         self._copies = Copies()
         self._unwritten: set[int] = set()
@@ -82,7 +76,7 @@ class NvmeTier(SerializedTier):
     # Not `lookup`, which only reads, and is asked most.
     prepare_load = serialized(SlabTier.prepare_load)
     complete_load = serialized(SlabTier.complete_load)
-    prepare_store = serialized(SlabTier.prepare_store)
+    prepare_store = serialized(MeteredTier.prepare_store)
     touch = serialized(SlabTier.touch)
     carry_uses = serialized(SlabTier.carry_uses)
     victims = serialized(SlabTier.victims)

@@ -22,6 +22,8 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli.copying.pack_files import PackReader
 from kvtier.core.records.compression import Codec, decode, encode
 from kvtier.core.records.record import Header, record_bytes, verify
+from kvtier.core.retained import kept_file
+from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError
 from kvtier.testing.records import blank, make_keys, prove, sealed
@@ -36,7 +38,7 @@ def targets(folder: Path) -> list[Target]:
     """All of them; files lie in this folder."""
     return [
         *(_record(), _table(), _manifest(), _uses(folder), _names()),
-        *(_pack(folder), _namespace(), *_codecs()),
+        *(_pack(folder), _namespace(), _retained(), *_codecs()),
     ]
 
 
@@ -98,6 +100,25 @@ def _table() -> Target:
         assert found.data_end >= 0
 
     return Target(name="slab table", corpus=[page + entries], parse=parse, typed=(FormatError,))
+
+
+def _retained() -> Target:
+    """The list of retained blocks."""
+    turn = iter(range(1 << 62))
+    now, kept = 1_700_000_000.0, {"session": {_KEYS[0]: 1.8e9, _KEYS[1]: 1.9e9}, "": {}}
+
+    def parse(data: bytes) -> None:
+        if next(turn) % 2 and len(data) >= 40:  # with the right length and checksum
+            body = data[40:]
+            digest = xxhash.xxh3_64_intdigest(body)
+            data = data[:12] + struct.pack("<IQ", len(body), digest) + _DIGEST + body
+        retained = RetainedBlocks(lambda: now)
+        retained.allow(8)
+        retained.restore(kept_file.decode(data, _DIGEST))
+        assert len(retained) <= 8
+
+    corpus = [kept_file.encode(kept, _DIGEST)]
+    return Target(name="retained list", corpus=corpus, parse=parse, typed=(FormatError,))
 
 
 def _packed(kind: int, covers: list[str]) -> bytes:

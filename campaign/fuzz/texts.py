@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from campaign.fuzz.targets import Target
 from kvtier.config import load
 from kvtier.core.eviction.traces.trace import read_trace
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe.kv_shape import read_shape
+from kvtier.vllm.scheduler.hint_actions import Action, Understanding
 from kvtier.vllm.serving.prompts import read_prompts
 
 _STACK = b"""version: 1
@@ -29,6 +32,9 @@ _SHAPE = b"""{"model_type": "llama", "num_hidden_layers": 32, "num_attention_hea
 "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128, "torch_dtype": "bfloat16",
 "sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"],
 "quantization_config": {"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}}"""
+_HINTS = b"""{"session": "a", "retain_s": 60, "release": false, "prefetch": true, "actions": [
+{"scope": "a", "directives": [{"start": 0, "end": 512, "priority": 50, "duration": 60.0}]},
+{"ttl_seconds": 30, "session_id": "a", "include_current_request": true}]}"""
 _JSON = (
     b'"',
     b"[",
@@ -59,7 +65,7 @@ _YAML = (
 
 def targets(folder: Path) -> list[Target]:
     """All of them; files lie in this folder."""
-    return [_stack(folder), _trace(folder), _prompts(folder), _shape(folder)]
+    return [_stack(folder), _trace(folder), _prompts(folder), _shape(folder), _hints()]
 
 
 def _stack(folder: Path) -> Target:
@@ -75,6 +81,21 @@ def _stack(folder: Path) -> Target:
     return Target(
         name="stack file", corpus=corpus, parse=parse, typed=(ConfigError,), words=words, share=0.02
     )
+
+
+def _hints() -> Target:
+    """What comes with a request about the use of its blocks."""
+
+    def parse(data: bytes) -> None:
+        said = msgspec.json.decode(data)
+        Understanding().wishes(said, [])
+        actions = said.get("actions") if isinstance(said, dict) else said
+        for each in actions if isinstance(actions, list) else []:
+            Understanding().wishes(None, [Action("kv.retain", "1.0", each)])
+            Understanding().wishes(each, [Action("kv.release", "1.0", each)])
+
+    no_json = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the server answers that
+    return Target(name="hints", corpus=[_HINTS], parse=parse, typed=no_json, words=_JSON)
 
 
 def _trace(folder: Path) -> Target:

@@ -9,14 +9,14 @@ from campaign.round import Round, Scenario
 from kvtier.testing.crash_campaign import Broken, Campaign
 from kvtier.testing.subject import Subject
 
-_KILLS = 24
+_KILLS = 48
 _MEDIA: tuple[tuple[str, Subject, int], ...] = (
     ("cpu", subjects.CPU, 1),
     ("nvme", subjects.NVME, 1),
     ("object folder", object_subjects.FOLDER, 1),
-    ("object folder, 2 engines", object_subjects.FOLDER, 2),
+    ("object folder, 4 engines", object_subjects.FOLDER, 4),
     ("nvme, 2 engines", subjects.SLABS, 2),
-    ("nvme, 4 engines", subjects.SLABS, 4),
+    ("nvme, 8 engines", subjects.SLABS, 8),
 )
 
 
@@ -35,7 +35,7 @@ class Kills(Scenario):
         home.mkdir()
         campaign = Campaign(subject, home, round.dice.randrange(1 << 20), engines)
         try:
-            campaign.run(_KILLS)
+            campaign.run(_KILLS, lambda: round.counts.update(["looks at what they left"]))
         except Broken as broken:
             round.found(f"{medium}: {broken}")
         for kind, count in campaign.deaths.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import campaign
+from campaign.growth import judge
 from campaign.round import Round, Scenario
 
 _PYTHON = Path(campaign.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
@@ -27,7 +27,6 @@ _FLAT = {
     "shared memory": 4 << 20,
 }
 """What a thousand requests may add, beyond what their error explains."""
-_ERRORS = 4.0
 
 
 class Serving(Scenario):
@@ -53,12 +52,7 @@ class Serving(Scenario):
             for what in ("pins", "slots in flight", "known requests", "mistakes"):
                 round.check(not each[what], f"{each[what]} {what} at rest: {each}")
             round.check(each["at rest"], f"not at rest: {each}")
-        for what, most in _FLAT.items():
-            pairs = [(each["requests"] / 1000, float(each[what])) for each in looks]
-            more, error = slope(pairs[len(pairs) // 2 :])
-            round.notes.append(f"{what}: {more:+.3g} ± {error:.2g} in 1000 requests")
-            grows = more > most and more > _ERRORS * error
-            round.check(not grows, f"{what} grows by {more:.3g} ± {error:.2g} in 1000 requests")
+        judge(round, looks, _FLAT, of="requests")
 
     def _looks(self, round: Round) -> list[dict[str, Any]]:
         """In a process group of its own: it starts several."""
@@ -80,15 +74,3 @@ class Serving(Scenario):
         if life.returncode == -signal.SIGKILL:
             round.counts["killed from outside"] += 1
         return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-
-
-def slope(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """By least squares, with its standard error."""
-    if len(pairs) < 3:
-        return 0.0, math.inf
-    middle = sum(x for x, _ in pairs) / len(pairs)
-    level = sum(y for _, y in pairs) / len(pairs)
-    spread = sum((x - middle) ** 2 for x, _ in pairs)
-    found = sum((x - middle) * (y - level) for x, y in pairs) / spread
-    left = sum((y - level - found * (x - middle)) ** 2 for x, y in pairs)
-    return found, math.sqrt(left / (len(pairs) - 2) / spread)

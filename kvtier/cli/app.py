@@ -25,6 +25,8 @@ COMMANDS = {
     "du": ("contents", "Show how full each tier is."),
     "show": ("contents", "Show one namespace or one block."),
     "explain": ("contents", "Say why a prompt hits or misses."),
+    "pin": ("contents", "Keep the blocks of known prompts."),
+    "unpin": ("contents", "Keep them no longer."),
     "verify": ("contents", "Check every record of a stack."),
     "gc": ("contents", "Remove what nobody will ask for again."),
     "clear": ("contents", "Remove blocks."),

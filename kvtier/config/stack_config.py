@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvtier.core.settings import Count, Gds, PrefetchSettings, TierSettings
+from kvtier.core.settings import (
+    Count,
+    Duration,
+    Gds,
+    PrefetchSettings,
+    RetainSettings,
+    TierSettings,
+)
 from kvtier.errors import ConfigError
 
 VERSION = 1
@@ -89,12 +96,17 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What an engine has learned of its speeds."""
     sleep: Sleep = Sleep.FORGET
     """Whether an engine that has slept finds its stored blocks again when it wakes up."""
+    drain: Duration = Duration(1.0)
+    """How long an engine that is told to end goes on writing what waits for lower tiers. The next
+    engine writes the rest, as far as CPU memory is kept until then."""
     gds: Gds = Gds.AUTO
     """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
     mover: MoverSettings = MoverSettings()
     """How bytes are moved between the tiers."""
     prefetch: PrefetchSettings = PrefetchSettings()
     """What is brought into CPU memory before anybody asks for it."""
+    retain: RetainSettings = RetainSettings()
+    """What is kept because a request, a hint or `kvtier pin` asked for it."""
     tiers: tuple[TierSettings, ...]
     """The tiers, in the order in which they are asked; the first must be host memory."""
 

@@ -5,6 +5,8 @@
 - `job_queue`: jobs in, batches out, results back, between the engine and the copier's threads.
 - `job_batches`: a job under way, and the batches that are cut from it.
 - `cpu_copier`: the copier for an engine whose tensors lie in host memory.
+- `host_kernels`, `host_kernel_code`: copies with a checksum in one pass, built for this processor;
+  `xxh3_constants` has the numbers that these and a GPU's kernels share.
 - `accelerator`: what a device with streams offers; `cuda` is one.
 - `pinned_memory`: host memory that a device reaches directly.
 - `direct`: reads from files straight into device memory (GPUDirect Storage).

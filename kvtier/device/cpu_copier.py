@@ -1,10 +1,11 @@
 """The copier for KV tensors that lie in host memory: an engine on its CPU platform.
 
-One strided copy moves the pages of all layers of neighbouring blocks at once, at the speed of a
-plain memmove and without Python's lock. A record's checksum, its copy and the check that nobody
-replaced it meanwhile follow each other while it is in the processor's cache. A larger one is
-copied in strips, each of which is added to the checksum right after: one pass over memory less. If
-that is wrong in the end, the load has failed, and the engine computes what the pages should hold.
+Each byte is read once: kernels for the processor copy a record and take its checksum in one pass
+(`host_kernels`). Where there are none, one strided copy moves the pages of all layers of
+neighbouring blocks at once, at the speed of a plain memmove and without Python's lock, in strips
+that are added to the checksum right after, while the processor's caches hold them. If the checksum
+of a large record is wrong in the end, the load has failed, and the engine computes what the pages
+should hold; a small one is proved first.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.records.record import Buffer, PartSum
+from kvtier.core.records.record import Buffer, PartSum, part_sum
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
+from kvtier.device.host_kernels import Kernels, OnePassCopies, build
 from kvtier.device.job_batches import Batch, Work
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
@@ -30,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-_CACHED_BYTES = 1 << 20
-"""Processors have as much cache for each core, or more."""
 _STRIP_BYTES = 256 << 10
+"""Processors have several times as much cache for each core. A part that is no larger is proved
+before it is copied from there."""
 
 
 def host_arrays(caches: Any) -> list[Bytes]:
@@ -50,11 +52,14 @@ class _Stack(NamedTuple):
 
 
 class PageCopier:
-    """Copies pages between KV tensors and a rank's part of a record."""
+    """Copies pages between KV tensors and a rank's part of a record, whose checksum it takes."""
 
-    def __init__(self, layout: DeviceLayout, arrays: Sequence[Bytes]) -> None:
+    def __init__(
+        self, layout: DeviceLayout, arrays: Sequence[Bytes], kernels: Kernels | None = None
+    ) -> None:
         self._per_chunk = layout.blocks_per_chunk
         self._keep = arrays
+        self._one_pass = kernels and OnePassCopies(kernels, layout, arrays)
         self._stacks = [self._stack(layout, group, arrays) for group in range(len(layout.groups))]
 
     def _stack(self, layout: DeviceLayout, group: int, arrays: Sequence[Bytes]) -> list[_Stack]:
@@ -73,23 +78,24 @@ class PageCopier:
             first = stop
         return stacks
 
-    def gather(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
-        """Copy blocks to their places in a part, from block `skip` of the chunk on."""
+    def gather(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
+        """Copy blocks to their places in a part, from block `skip` of the chunk on; the checksum
+        of the part."""
+        if self._one_pass and (found := self._one_pass.store(group, ids, part)) is not None:
+            return found
         for stack in self._stacks[group]:
             host = self._host(stack, part)
             for start, stop in _runs(ids):
                 block = ids[start]
                 pages = stack.pages[block : block + stop - start]
                 host[:, skip + start : skip + stop] = pages.swapaxes(0, 1)
+        return part_sum(part)
 
-    def scatter(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> None:
-        """Copy a part's blocks from `skip` on to these blocks of the device."""
-        for stack in self._stacks[group]:
-            self._scatter(stack, ids, _runs(ids), skip, self._host(stack, part), 0)
-
-    def scatter_summed(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
-        """As `scatter`, strip by strip; the checksum of the part, all of whose bytes it looks at,
-        is known when they are copied."""
+    def scatter(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
+        """Copy a part's blocks from `skip` on to these blocks of the device; the checksum of the
+        part, all of whose bytes it looks at."""
+        if self._one_pass and (found := self._one_pass.load(group, ids, skip, part)) is not None:
+            return found
         total, together = PartSum(len(part)), _runs(ids)
         for stack in self._stacks[group]:
             host = self._host(stack, part)
@@ -157,7 +163,7 @@ def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
 class CpuCopier(DeviceCopier):
     """Moves records with a few threads; one for stores, which waits while loads need the time."""
 
-    _BATCH_BYTES = 1 << 20
+    _BATCH_BYTES = 4 << 20
 
     def __init__(
         self,
@@ -170,7 +176,7 @@ class CpuCopier(DeviceCopier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
-        self._pages = PageCopier(layout, arrays)
+        self._pages = PageCopier(layout, arrays, build())
         self._prover = Prover(layout, host, namespace)
         self._job_queue = job_queue = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
         takes = [job_queue.load] * load_threads + [job_queue.store_after_loads]
@@ -230,8 +236,8 @@ class CpuCopier(DeviceCopier):
         if not prover.reserved(slot, key).ok:
             return Outcome.GONE
         ids, skip = _blocks(work, row)
-        self._pages.gather(group, ids, skip, prover.part(slot, group))
-        return prover.complete(slot, key, group)
+        checksum = self._pages.gather(group, ids, skip, prover.part(slot, group))
+        return prover.complete(slot, key, group, checksum)
 
     def _load(self, work: Work, row: int, *, copy: bool) -> Outcome:
         key, slot, group = work.record(row)
@@ -241,27 +247,15 @@ class CpuCopier(DeviceCopier):
         if not outcome.ok:
             return outcome
         copy = copy and not work.failed
-        if copy and self._layout.part_bytes[group] > _CACHED_BYTES:
-            outcome = self._copy_summed(work, row)
-        else:
-            outcome = prover.verify(slot, key, group)
-            if outcome.ok and not copy:
-                return Outcome.CANCELLED
-            if outcome.ok:
-                ids, skip = _blocks(work, row)
-                self._pages.scatter(group, ids, skip, prover.part(slot, group))
+        first = not copy or self._layout.part_bytes[group] <= _STRIP_BYTES
+        outcome = (prover.verify if first else prover.header)(slot, key, group)
+        if outcome.ok and not copy:
+            return Outcome.CANCELLED
+        if outcome.ok:
+            ids, skip = _blocks(work, row)
+            found = self._pages.scatter(group, ids, skip, prover.part(slot, group))
+            outcome = Outcome.OK if found == prover.stated(slot) else Outcome.CORRUPT
         return outcome if prover.unchanged(slot, stamp) else Outcome.GONE
-
-    def _copy_summed(self, work: Work, row: int) -> Outcome:
-        """Copy a record that has arrived, and prove it meanwhile."""
-        key, slot, group = work.record(row)
-        prover = self._prover
-        outcome = prover.header(slot, key, group)
-        if not outcome.ok:
-            return outcome
-        ids, skip = _blocks(work, row)
-        found = self._pages.scatter_summed(group, ids, skip, prover.part(slot, group))
-        return Outcome.OK if found == prover.stated(slot) else Outcome.CORRUPT
 
 
 def _blocks(work: Work, row: int) -> tuple[list[int], int]:

@@ -27,8 +27,9 @@ class JobQueue:
     device). Rows are moved in batches because meeting at a lock costs as much as a small record.
     """
 
-    _POLL_S = 0.001
-    """How often records that are still arriving are looked at: they come from another process."""
+    _POLL_S, _POLL_MAX_S, _POLL_SHARE = 0.001, 0.004, 1 / 32
+    """How often records that are still arriving are looked at: they come from another process. Each
+    look takes some 30 microseconds, and a load that has taken long may take that share longer."""
     _WRONG_S = 0.5
     """How long a load that has failed by wrong bytes waits at least for the rest, to prove it."""
     _AHEAD = 16
@@ -171,8 +172,12 @@ class JobQueue:
             self._lookout.wait()
         else:
             self._looking = True
-            self._lookout.wait(self._POLL_S)
+            self._lookout.wait(self.pause(self.clock() - self._loads[-1].started))
             self._looking = False
+
+    def pause(self, waited: float) -> float:
+        """For how long nobody looks for what arrives of a load that began so long ago."""
+        return min(max(self._POLL_S, waited * self._POLL_SHARE), self._POLL_MAX_S)
 
     def load(self) -> Batch | None:
         """Records that have arrived, of the oldest load that has some."""

@@ -17,6 +17,8 @@ from kvtier.core.chain.writes.write_links import TOUCHES_KEPT, Touches
 from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.core.eviction.traces.trace import Request
 from kvtier.core.settings import Admission, WritePolicy
+from kvtier.core.wear.dynamic_admission import SPREAD_S, DynamicAdmission
+from kvtier.core.wear.token_bucket import BURST_S, TokenBucket
 from kvtier.observe.forked_workers import spread
 from kvtier.types import BlockKey
 
@@ -31,6 +33,8 @@ class TierPlan(msgspec.Struct, frozen=True):
     admission: Admission
     remembers: int = TOUCHES_KEPT
     """So many blocks second_touch remembers, and as many more as the tier above holds."""
+    writes: float | None = None
+    """Blocks a second that may be written in the long run; None: as many as come."""
 
 
 class TierResult(msgspec.Struct):
@@ -55,10 +59,41 @@ class Simulation(msgspec.Struct):
         return sum(tier.hits for tier in self.tiers)
 
 
+class _Budget:
+    """What may be written to one simulated tier, and which blocks are worth it."""
+
+    def __init__(self, plan: TierPlan, rate: float, start: float) -> None:
+        self._bucket = TokenBucket(rate, BURST_S * rate, SPREAD_S * rate, start)
+        self._admission = DynamicAdmission(plan.remembers)
+
+    def request(self, time: float, keys: Sequence[bytes], above: Sequence[bool]) -> None:
+        """A request uses these, each of which host memory has, or not."""
+        self._bucket.fill(time)
+        self._admission.earned.request([BlockKey(key) for key in keys], above)
+
+    def select(self, time: float, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of what is offered that are to be written, if they are written now."""
+        offered = [BlockKey(key) for key in keys]
+        return set(self._admission.select(offered, self._bucket.level, time))
+
+    def admitted(self, keys: Sequence[bytes]) -> set[bytes]:
+        """As `select`, of what was offered before."""
+        return set(self._admission.admitted([BlockKey(key) for key in keys]))
+
+    @property
+    def left(self) -> int:
+        """So many blocks may be written now."""
+        return max(0, int(self._bucket.level))
+
+    def wrote(self, blocks: int) -> None:
+        """So many were."""
+        self._bucket.charge(blocks)
+
+
 class _Tier:
     """The catalogue of one simulated tier, through which no more blocks come than `distinct`."""
 
-    def __init__(self, plan: TierPlan, distinct: int) -> None:
+    def __init__(self, plan: TierPlan, distinct: int, start: float = 0.0) -> None:
         room = min(plan.blocks, distinct)
         self.plan = plan
         self.result = TierResult(plan.kind, plan.blocks)
@@ -70,17 +105,27 @@ class _Tier:
         self._policy: EvictionPolicy = create_policy(plan.eviction, room)
         second = plan.admission is Admission.SECOND_TOUCH
         self._touches = Touches(plan.remembers) if second else None
+        self._budget = None if plan.writes is None else _Budget(plan, plan.writes, start)
 
-    def request(self, time: float, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Use what is here, and take in what is new if it comes this way; what was evicted."""
+    def request(
+        self,
+        time: float,
+        blocks: Sequence[int],
+        keys: Sequence[bytes],
+        above: Sequence[bool] = (),
+    ) -> list[int]:
+        """Use what is here, and take in what is new if it comes this way; what was evicted.
+        `above` says of each block whether host memory had it."""
         slot_of = self.slot_of
+        if self._budget is not None:
+            self._budget.request(time, keys, above)
         here = bytes(map(slot_of.__contains__, blocks))
         self.here += here
         count = here.find(0)
         if count < 0:
             count = len(blocks)
         slots = [slot_of[block] for block in blocks[:count]]
-        wanted: Sequence[int] = self._wanted(blocks, keys, count)
+        wanted: Sequence[int] = self._wanted(time, blocks, keys, count)
         if slots:
             self._policy.use(slots, keys[:count], time, ahead=len(wanted))
         if not wanted:
@@ -91,16 +136,37 @@ class _Tier:
         name_of = dict(zip(blocks, keys, strict=True))
         return self.take(time, wanted, [name_of[block] for block in wanted], after, slots)
 
-    def _wanted(self, blocks: Sequence[int], keys: Sequence[bytes], first: int) -> Sequence[int]:
+    def _wanted(
+        self, time: float, blocks: Sequence[int], keys: Sequence[bytes], first: int
+    ) -> Sequence[int]:
         """Of a request's blocks from `first` on, those that this tier takes in or holds."""
         wanted = blocks[first:]
         if self._touches is not None:
             again = set(self._touches.note([BlockKey(key) for key in keys]))
             named = zip(wanted, keys[first:], strict=True)
             wanted = [block for block, key in named if key in again or block in self.slot_of]
+        if self._budget is not None:
+            wanted = self._affordable(time, wanted, keys[first:])
         if self.plan.write is not WritePolicy.THROUGH:
             wanted = [block for block in wanted if block in self.slot_of]
         return wanted[: max(0, self.plan.blocks - first)]
+
+    def _affordable(
+        self, time: float, wanted: Sequence[int], keys: Sequence[bytes]
+    ) -> Sequence[int]:
+        """Those of the wanted blocks that are here, or that the budget is best spent on."""
+        assert self._budget is not None
+        here = self.slot_of
+        fresh = [key for block, key in zip(wanted, keys, strict=False) if block not in here]
+        worthy = self._budget.select(time, fresh)
+        left, kept = self._budget.left, []
+        for block, key in zip(wanted, keys, strict=False):
+            if block in here:
+                kept.append(block)
+            elif key in worthy and left:
+                kept.append(block)
+                left -= 1
+        return kept
 
     def catch(self, time: float, evicted: Sequence[int], name_of: Mapping[int, bytes]) -> list[int]:
         """Take in what the tier above evicts, if it is to come here; what had to go for it."""
@@ -108,6 +174,9 @@ class _Tier:
         if self._touches is not None:
             twice = set(self._touches.twice([BlockKey(name_of[block]) for block in left]))
             left = [block for block in left if name_of[block] in twice]
+        if self._budget is not None:
+            worthy = self._budget.admitted([name_of[block] for block in left])
+            left = [block for block in left if name_of[block] in worthy][: self._budget.left]
         return self.take(time, left, [name_of[block] for block in left])
 
     def take(
@@ -141,6 +210,8 @@ class _Tier:
             slot_of[block] = slot
             block_at[slot] = block
         self.result.written += len(fresh)
+        if self._budget is not None:
+            self._budget.wrote(len(fresh))
         landed = fresh
         if held or len(fresh) < len(new):
             landed = self._landed(blocks)
@@ -199,9 +270,15 @@ class Trace:
 
 
 def groups_of(plans: Sequence[TierPlan]) -> list[tuple[TierPlan, ...]]:
-    """The tiers that must be simulated together: one that takes what is evicted from above, with
-    all above it. All others go their own way, whatever the other tiers hold."""
-    last = max((i for i, plan in enumerate(plans) if plan.write is WritePolicy.ON_EVICT), default=0)
+    """The tiers that must be simulated together: one that takes what is evicted from above, or
+    learns from what is missed there, with all above it. All others go their own way, whatever the
+    other tiers hold."""
+    bound = (
+        at
+        for at, plan in enumerate(plans)
+        if plan.write is WritePolicy.ON_EVICT or plan.writes is not None
+    )
+    last = max(bound, default=0)
     return [tuple(plans[: last + 1]), *((plan,) for plan in plans[last + 1 :])]
 
 
@@ -220,15 +297,17 @@ def run_group(trace: Trace, plans: Sequence[TierPlan]) -> GroupResult:
         return GroupResult(
             [TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()]
         )
-    tiers = [_Tier(plan, trace.distinct) for plan in plans]
+    start = trace.requests[0].time if trace.requests else 0.0
+    tiers = [_Tier(plan, trace.distinct, start) for plan in plans]
     for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
-        above: list[int] = []
+        evicted: list[int] = []
+        in_memory = list(map(tiers[0].slot_of.__contains__, blocks))
         for tier in tiers:
-            gone = tier.request(time, blocks, keys)
-            if above and tier.plan.write is WritePolicy.ON_EVICT:
-                gone += tier.catch(time, above, trace.name_of)
+            gone = tier.request(time, blocks, keys, in_memory)
+            if evicted and tier.plan.write is WritePolicy.ON_EVICT:
+                gone += tier.catch(time, evicted, trace.name_of)
             if tier.plan.write is not WritePolicy.NEVER:
-                above = gone
+                evicted = gone
     return GroupResult([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])
 
 
@@ -237,6 +316,7 @@ def _holds_all(trace: Trace, plan: TierPlan) -> bool:
     return (
         plan.write is WritePolicy.THROUGH
         and plan.admission is Admission.ALWAYS
+        and plan.writes is None
         and plan.blocks >= trace.distinct
     )
 
@@ -290,8 +370,8 @@ def _tasks(trace: Trace, plans: Sequence[TierPlan]) -> list[_Task]:
     it makes one only to how much it remembers."""
     told, above = [], 0
     for plan in plans:
-        second = plan.admission is Admission.SECOND_TOUCH
-        remembers = plan.remembers + above if second else 0
+        remembering = plan.admission is Admission.SECOND_TOUCH or plan.writes is not None
+        remembers = plan.remembers + above if remembering else 0
         told.append(msgspec.structs.replace(plan, kind="", remembers=remembers))
         if plan.write is not WritePolicy.NEVER:
             above = plan.blocks

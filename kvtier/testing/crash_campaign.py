@@ -131,8 +131,9 @@ class Campaign:
         self._calls = self._steps = 0
         self._seconds = 1.0
 
-    def run(self, kills: int) -> None:
-        """Measure a whole life once, then cut `kills` lives short, as many at a time as engines."""
+    def run(self, kills: int, looked: Callable[[], None] = lambda: None) -> None:
+        """Measure a whole life once, then cut `kills` lives short, as many at a time as engines;
+        say so after each look at what they left."""
         begin = time.monotonic()
         self._live(0, [Moment("call", -1)])
         self._seconds = time.monotonic() - begin
@@ -145,6 +146,7 @@ class Campaign:
         for number in range(2, kills + 2, self.engines):
             kinds = [possible[(number + engine) % len(possible)] for engine in range(self.engines)]
             self._live(number, [self._moment(kind) for kind in kinds])
+            looked()
 
     def _moment(self, kind: str) -> Moment:
         if kind == "time":

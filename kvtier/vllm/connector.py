@@ -24,10 +24,12 @@ from kvtier.vllm.hooks import (
     cache_groups,
     construction,
     engine_calls,
+    engine_endings,
     event_tracker,
     failure_tolerant_worker,
     interfaces,
     orphaned_engine,
+    request_hints,
     request_states,
     scheduler_steps,
     waiting_queue,
@@ -71,7 +73,10 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._given: AllocatedBlocks | None = None
         self.paused = False
         """The engine is; its scheduler says so."""
+        self.ending = engine_endings.Ending(stack.drain.seconds)
         self._spins = not orphaned_engine.has_own_process()
+        self._counted = True
+        """Nothing has been asked for since its counters were told."""
         self._waits = False
         """It spins, and this step computes nothing."""
         self._computed = True
@@ -87,6 +92,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             warn_if_untested(vllm.__version__)
             orphaned_engine.end_with_parent()
             engine_calls.listen()
+            engine_endings.listen()
             self._introduce(vllm_config, kv_cache_config, stack)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
@@ -166,8 +172,14 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.expect(request.request_id)
         if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
+        self._heed_hints(request)
         if self._manager.ahead.on and not self._without_hits:
             self._prefetch(request)
+
+    @guarded(lambda: None)
+    def _heed_hints(self, request: Any) -> None:
+        """Others may know how its blocks will be used."""
+        self._manager.hints.said(request.request_id, *request_hints.said_of(request))
 
     @guarded(lambda: None)
     def _prefetch(self, request: Any) -> None:
@@ -232,11 +244,19 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._idle_requests.forget(request.request_id)
         if request.status.name == "FINISHED_ERROR":  # amid its prompt, perhaps
             self._manager.keep_no_more(request.request_id)
+        if self._manager.hints.any_of(request.request_id):
+            self._end_with_hints(request)
         found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
             answer = prefill_handoff.answer(request.kv_transfer_params)
         return held, answer
+
+    @guarded(lambda: None)
+    def _end_with_hints(self, request: Any) -> None:
+        request_hints.make_keys(self, request)
+        ends = request_states.prompt_ends(self, request)
+        self._manager.hints.ended(request.request_id, ends, request.num_prompt_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return self.request_finished(request, block_ids)
@@ -292,11 +312,29 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         return super().take_events() if self._manager.has_events else ()
 
     def has_pending_push_work(self) -> bool:
-        # An engine that pauses or goes to sleep waits until there is none. Its device is at rest
-        # when nothing is copied; what waits for a disk or a bucket is written later.
-        if self.paused:
-            return request_states.has_jobs(self) or self._manager.copying()
+        # An engine that pauses, goes to sleep or ends waits until there is none. Its device is at
+        # rest when nothing is copied; what waits for a disk or a bucket is written later.
+        if self.paused or self.ending.drained:
+            return self._copies()
         return bool(super().has_pending_push_work())
+
+    def _copies(self) -> bool:
+        return request_states.has_jobs(self) or bool(self._manager.copying())
+
+    @guarded(lambda: False)
+    def lingers(self, asked: bool) -> bool:
+        """Whether an engine that its caller steps has to be stepped though nothing is asked of it
+        any more: what was computed last is being stored, or is to be counted."""
+        if asked or not self._spins:
+            self._counted = not asked
+            return False
+        if self._copies():
+            return True
+        if self._counted:
+            return False
+        self._counted = True
+        self._manager.tell_now()
+        return True
 
     def reset_cache(self) -> Any:
         self._idle_requests.wake_all()
@@ -336,6 +374,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, *arguments: Any) -> Any:
         # In this process __init__ has never run: say whose metrics these are.
+        engine_endings.end_quietly()
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
         types = metrics.latest_gauges(metric_types)
         return super().build_prom_metrics(vllm_config, types, *arguments)

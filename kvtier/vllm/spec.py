@@ -150,7 +150,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     """vLLM's manager: asks ours, and answers in vLLM's words."""
 
     def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
-        self._manager, self.ahead = manager, manager.ahead
+        self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
         self._meter = Meter(manager)
         self._events = events
         self._keeps, self._pauses = keeps, False
@@ -178,6 +178,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     junction = _passed_on(ChainManager.junction, lambda: 0)
     keep_no_more = _passed_on(ChainManager.keep_no_more)
     distrust_stores = _passed_on(ChainManager.distrust_stores)
+    tell_now = _passed_on(Meter.tell_now, to="_meter")
 
     # -- loads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,17 @@ class Hangs(Scenario):
         signal.pause()
 
 
+class Crawls(Scenario):
+    name = "crawls"
+    about = "Takes longer than a round may rest, and goes on all the time."
+    limit_s = 2.0
+
+    def play(self, round: Round) -> None:
+        end = time.monotonic() + 2 * self.limit_s
+        while time.monotonic() < end:
+            round.counts["steps"] += 1
+
+
 @pytest.fixture
 def runner() -> Iterator[MakeRunner]:
     made: list[Runner] = []
@@ -97,6 +109,13 @@ def test_a_round_that_dies_or_hangs_is_a_finding(
 ) -> None:
     (found,) = runner(tmp_path, scenario).play(scenario, 0).findings
     assert said in found
+
+
+def test_a_round_that_goes_on_does_not_hang(tmp_path: Path, runner: MakeRunner) -> None:
+    crawls = Crawls()
+    result = runner(tmp_path, crawls).play(crawls, 0)
+    assert result.counts["steps"]
+    assert not result.findings
 
 
 def test_it_goes_on_where_it_ended(tmp_path: Path, runner: MakeRunner) -> None:

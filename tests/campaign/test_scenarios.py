@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from campaign.growth import slope
 from campaign.power.recording import Kind, Loss, Op, Recording
 from campaign.round import Round
 from campaign.scenarios import SCENARIOS, damage
-from campaign.scenarios.serving import slope
 from kvtier.core.records import record
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

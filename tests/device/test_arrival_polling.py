@@ -12,11 +12,11 @@ from fake_device import FakeDevice
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.slab import layout as table
-from kvtier.device.copier import DeviceCopier, Job
+from kvtier.device.copier import DeviceCopier, Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.job_queue import LOCK_KEPT_S
+from kvtier.device.job_queue import LOCK_KEPT_S, JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 
 PAGE, ROWS, LOOKS = 512, 8, 60
@@ -108,6 +108,15 @@ def test_while_that_one_is_busy_another_looks_out(staging: int) -> None:
         assert setting.host.begun[slot].wait(HANGS_S)
     setting.device.thaw(*setting.device.lanes[True])
     setting.copier.close()
+
+
+def test_a_long_load_is_looked_at_less_often_but_is_not_much_longer_for_that() -> None:
+    tensor = DeviceTensor(0, ROWS, PAGE, PAGE)
+    layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
+    host = MemoryHost(layout, ROWS)
+    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), 1)
+    pauses = [job_queue.pause(waited) for waited in (0.0, 0.03, 0.064, 0.1, 60.0)]
+    assert pauses == pytest.approx([0.001, 0.001, 0.002, 0.1 / 32, 0.004])
 
 
 def test_an_engine_that_is_busy_in_python_lets_a_copier_have_the_lock_soon() -> None:

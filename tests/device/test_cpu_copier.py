@@ -106,7 +106,6 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
 
 @pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + 3 * PAGE - 1])
 def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: Any, at: int) -> None:
-    monkeypatch.setattr(cpu_copier, "_CACHED_BYTES", 0)
     monkeypatch.setattr(cpu_copier, "_STRIP_BYTES", PAGE)
     world = a_world()
     host, keys = MemoryHost(world.layout, 2), keys_of(2)

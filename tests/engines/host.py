@@ -96,13 +96,15 @@ class Host(Slowed):
         limits: dict[str, Any] | None = None,
         steps: int = 3,
         adapter: tuple[str, int, str] | None = None,
+        hints: list[tuple[str, dict[str, Any]]] | None = None,
     ) -> None:
-        """Send a request and step until what it loads is under way."""
+        """Send a request, perhaps with hints, and step until what it loads is under way."""
         engine = self._llm.llm_engine
         self._serial += 1
         given, parameters = {"prompt_token_ids": prompt}, self._greedy(tokens, limits)
         name, tuned = f"begun-{self._serial}", _adapter(adapter)
-        engine.add_request(name, given, parameters, lora_request=tuned)
+        more = {} if hints is None else {"kv_hints": _envelope(hints)}
+        engine.add_request(name, given, parameters, lora_request=tuned, **more)
         for _ in range(steps):
             engine.step()
 
@@ -169,6 +171,10 @@ class Host(Slowed):
         while not self._ended:
             self._ended += [_shown(output) for output in engine.step() if output.finished]
         return self._ended.pop(0)
+
+    def ignored_hints(self) -> dict[str, int]:
+        """How many hints were not understood, by why."""
+        return dict(self._manager.hints.ignored)
 
     def shut_down(self) -> None:
         """As a server's engine ends that is told to."""
@@ -391,6 +397,13 @@ class Host(Slowed):
         found = {m.labels["source"]: m.value for m in self._llm.get_metrics() if m.name == name}
         return {source: value for source, value in found.items() if value}
 
+    def counted(self, counter: str) -> float:
+        """One of our counters as Prometheus has it now, over all its labels."""
+        from prometheus_client import REGISTRY
+
+        samples = [each for metric in REGISTRY.collect() for each in metric.samples]
+        return sum(each.value for each in samples if each.name == counter)
+
     def resident(self) -> int:
         """The bytes of memory that are this process's own, without what it has freed."""
         gc.collect()
@@ -427,6 +440,14 @@ def _adapter(named: tuple[str, int, str] | None) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(*named) if named else None
+
+
+def _envelope(hints: list[tuple[str, dict[str, Any]]]) -> Any:
+    """Hints as a router sends them, from 0.32 on."""
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    actions = [KvHintAction(str(n), kind, "1.0", said) for n, (kind, said) in enumerate(hints)]
+    return KvHintsEnvelope("0.1", "test", actions)
 
 
 def _seen(extra: dict[str, Any]) -> dict[str, Any]:

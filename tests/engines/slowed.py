@@ -30,10 +30,11 @@ class Slowed:
         if not self._gather:
             self._gather = PageCopier.gather
 
-        def slow(*arguments: Any) -> None:
+        def slow(*arguments: Any) -> Any:
             time.sleep(pause)
-            self._gather(*arguments)
+            checksum = self._gather(*arguments)
             self._copied += 1
+            return checksum
 
         PageCopier.gather = slow  # type: ignore[method-assign]
 
@@ -74,9 +75,9 @@ class Slowed:
 
         scatter = self._scatter = PageCopier.scatter
 
-        def later(*arguments: Any) -> None:
+        def later(*arguments: Any) -> Any:
             self._going_in.wait()
-            scatter(*arguments)
+            return scatter(*arguments)
 
         self._going_in.clear()
         PageCopier.scatter = later  # type: ignore[method-assign]

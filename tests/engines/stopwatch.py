@@ -1,4 +1,4 @@
-"""The engine of `benchmarks.vllm`, in a process of its own: the tests' host with a stop-watch."""
+"""The engine of `benchmarks.engine`, in a process of its own: the tests' host with a stop-watch."""
 
 from __future__ import annotations
 

@@ -124,17 +124,21 @@ class StubEngine:
         store has been stored. If `spread`, their prompts end anywhere in a block, as in life."""
         for _ in range(requests):
             serial = next(self._serial)
-            dice = random.Random(serial)
-            prompt = dice.choices(range(256), k=tokens + spread * (serial % BLOCK_TOKENS))
-            parameters = SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True)
-            name = f"request-{serial}"
-            request = Request(name, prompt, parameters, None, block_hasher=self._hasher)
-            self.scheduler.add_request(request)
+            more = spread * (serial % BLOCK_TOKENS)
+            self.ask(f"request-{serial}", tokens + more, seed=serial)
         while self._under_way(requests):
             self.step()
             # A model takes as long to compute. Without that, requests whose decoded blocks are kept
             # would store more in each step than is written behind them.
             time.sleep(_STEP_S)
+
+    def ask(self, name: str, tokens: int, seed: int = 0) -> Request:
+        """Add a request with so many random tokens."""
+        prompt = random.Random(seed).choices(range(256), k=tokens)
+        parameters = SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True)
+        request = Request(name, prompt, parameters, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
 
     def _under_way(self, requests: int) -> bool:
         decoding = [r for r in self.scheduler.running if r.num_output_tokens]

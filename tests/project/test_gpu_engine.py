@@ -1,5 +1,5 @@
 """`make gpu-engine`: pieces that are carried one by one, and a run of which nothing that fails is
-the end. (tests/vllm/test_gpu_engine.py runs it on the CPU platform.)"""
+the end. (tests/vllm/device/test_gpu_engine.py runs it on the CPU platform.)"""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def test_an_environment_that_was_left_without_pip_is_made_again(
 _STANDS_FOR_PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) echo "tests${PYTORCH_NO_CUDA_MEMORY_CACHING:+, without the cache}";;
-*benchmarks.gpu) echo "figures, $LIMIT_S s" > $JSON; exit 3;;
-*benchmarks.gpu_sweep) echo "sweep" > $JSON;;
+*benchmarks.gpu.copies) echo "figures, $LIMIT_S s" > $JSON; exit 3;;
+*benchmarks.gpu.sweep) echo "sweep" > $JSON;;
 *kvikio*) exit 1;;
 esac
 """

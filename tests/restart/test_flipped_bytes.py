@@ -112,7 +112,9 @@ def a_stack(folder: Path, mode: str) -> Stack:
 def flip(folder: Path, at: int) -> int:
     """Flip a byte of the bad key's record in every file below; how many records there were."""
     found = 0
-    for path in [each for each in folder.rglob("*") if each.is_file()]:
+    for path in list(folder.rglob("*")):
+        if path.suffix == ".making" or not path.is_file():  # a slab that the keeper will rename
+            continue
         data, start = path.read_bytes(), -1
         while (start := data.find(payload(BAD), start + 1)) >= 0:
             place = start - HEADER_BYTES + at

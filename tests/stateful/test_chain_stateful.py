@@ -20,7 +20,7 @@ from hypothesis.stateful import rule as step
 from kvtier.core.chain.ahead.warm_up import LONGEST_S
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.writes.catch_up import PAUSE_MAX_S
-from kvtier.core.settings import Admission, PrefetchSettings, WritePolicy
+from kvtier.core.settings import Admission, PrefetchSettings, RetainSettings, WritePolicy
 from kvtier.errors import NotResident
 from kvtier.testing.records import make_keys, prove
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
@@ -29,6 +29,7 @@ UNIVERSE = make_keys(8)
 SLOTS = (4, 6, 8)
 REQUESTS = ("a", "b")
 QUEUED = ("c", "d", "e")
+SESSIONS = ("", "s", "t")
 
 some_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6, unique=True)
 asked_keys = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6)  # some of them twice
@@ -61,7 +62,8 @@ class ChainMachine(RuleBasedStateMachine):
     ) -> None:
         rules = [rule(write, admit, 5) for write, admit in zip(writes, admits, strict=True)]
         ahead = PrefetchSettings(memory=0.5, restart=restart)
-        self.rig = ChainRig(SLOTS, [rule(), *rules], in_files=in_files, prefetch=ahead)
+        kept = RetainSettings(share=0.5)
+        self.rig = ChainRig(SLOTS, [rule(), *rules], in_files=in_files, prefetch=ahead, retain=kept)
         for index, tier in enumerate(self.rig.tiers):
             tier.medium = f"tier{index}"
         self.chain = self.rig.chain
@@ -208,6 +210,29 @@ class ChainMachine(RuleBasedStateMachine):
         self.chain.worth(list(dict.fromkeys(keys)), 16)
         self.poll()  # what was promised holds until then, also against who looks up
 
+    # what is to be kept
+
+    @step(
+        keys=some_keys,
+        session=st.sampled_from(SESSIONS),
+        seconds=st.sampled_from([None, 1.0, 20.0]),
+    )
+    def retain(self, keys: list[BlockKey], session: str, seconds: float | None) -> None:
+        refused = self.chain.retention.retain(keys, session, seconds)
+        assert all(0 <= count <= len(keys) for count in refused)
+
+    @step(keys=some_keys, session=st.sampled_from(SESSIONS), all=st.booleans())
+    def release(self, keys: list[BlockKey], session: str, all: bool) -> None:
+        self.chain.retention.release(session, keys, all=all)
+
+    @step(tier=st.sampled_from([0, 1, 2]), count=st.integers(1, 4))
+    def look_at_what_goes(self, tier: int, count: int) -> None:
+        one = self.rig.tiers[tier]
+        doomed = one.victims(count)
+        spared = [key for key in one.victims(len(UNIVERSE)) if key not in doomed]
+        if any(key in one.retained for key in doomed):
+            assert all(key in one.retained for key in spared), "others go first"
+
     # the mover, and time
 
     @step(down=st.booleans())
@@ -311,6 +336,16 @@ class ChainMachine(RuleBasedStateMachine):
         assert prefetches._in_flight[0] == 0
         assert min(self.chain._ledger.loading) >= 0
 
+    @invariant()
+    def what_is_retained_is_bounded(self) -> None:
+        for tier, slots in zip(self.rig.tiers, SLOTS, strict=True):
+            known = tier.retained
+            assert len(known) <= max(1, slots // 2)
+            held = [key for mine in known._sessions.values() for key in mine]
+            assert {key: held.count(key) for key in held} == known._held
+            assert all(known._sessions.values())
+            assert tier._released <= tier._resident.keys()
+
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
@@ -329,6 +364,9 @@ class ChainMachine(RuleBasedStateMachine):
         self.rig.now += LONGEST_S
         self.rig.settle(2)
         assert not self.chain.has_pending_work
+        self.rig.now += RetainSettings().longest.seconds
+        self.poll()
+        assert [tier.stats().retained for tier in self.rig.tiers] == [0] * len(SLOTS)
         prefetches = self.chain.prefetches
         assert not prefetches._moves
         assert not prefetches._wanted

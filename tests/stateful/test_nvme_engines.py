@@ -26,7 +26,8 @@ class Walker:
     """One engine and what it has under way."""
 
     def __init__(self, root: Path, dice: random.Random) -> None:
-        self.engine = Engine(root, blocks=12)
+        rate = 1e9 if dice.random() < 0.5 else None
+        self.engine = Engine(root, blocks=12, write_rate=rate)
         self.tier = self.engine.tier
         self.dice = dice
         self.stores: list[Reservation] = []
@@ -87,6 +88,8 @@ class Walker:
         tables = sorted(self.engine.root.glob("*/*.table"))
         if tables and self.dice.random() < 0.1:
             self.dice.choice(tables).unlink()
+        if self.dice.random() < 0.1:
+            (self.engine.root / "writes").unlink(missing_ok=True)
 
     @property
     def ways(self) -> list[Callable[[], None]]:
@@ -113,6 +116,9 @@ class Walker:
         held = [tier._pins, tier._reserved, tier._dropped_pinned, tier._unwanted, tier._unwritten]
         assert not any(held)
         assert not tier._tainted
+        if tier.allowance is not None:
+            assert tier.allowance.spent >= 0
+            assert tier.allowance.stats().left < 1e13
         self.engine.close()
 
     def check(self) -> None:

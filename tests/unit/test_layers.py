@@ -39,11 +39,11 @@ SINGLE_FILES = {
     "__main__": "cli",
 }
 BUILT_IN = {"cpu", "nvme", "object", "memory"}
-HEAVY = {"torch", "triton", "vllm", "boto3", "botocore", "kvikio", "transformers"}
+HEAVY = {"torch", "triton", "llvmlite", "vllm", "boto3", "botocore", "kvikio", "transformers"}
 MAY_IMPORT_HEAVY = {
     "vllm": {"torch", "vllm", "transformers"},
     "backends": {"boto3", "botocore", "kvikio"},
-    "device": {"torch", "triton", "kvikio"},
+    "device": {"torch", "triton", "llvmlite", "kvikio"},
 }
 
 GUARDS = {

@@ -59,6 +59,29 @@ def test_what_host_memory_cannot_hold_comes_back_from_below(tmp_path: Path, mode
         assert stack.load(list(wanted)) == wanted, "after a restart too"
 
 
+def test_a_write_budget_bounds_what_reaches_the_disk_and_is_kept(tmp_path: Path) -> None:
+    """Of little there is not enough for one block at first; of much there is at once."""
+    little, much = config(tmp_path), config(tmp_path)
+    little["tiers"][1]["writes"] = "512KiB/day"
+    much["tiers"][1]["writes"] = "900TiB/h"
+    with Stack.open(little, NAMESPACE) as stack:
+        stack.store(blocks(4))
+        assert stack.settle()
+        assert stack.chain.chain_stats().links[0].drops == {"budget": 4}
+    for start in (4, 8):
+        with Stack.open(much, NAMESPACE) as stack:
+            stack.chain.tiers[1].refresh()
+            stack.store(blocks(4, start))
+            assert stack.settle()
+    with Stack.open(much, NAMESPACE) as stack:
+        budget = stack.chain.chain_stats().budgets[1]
+        assert budget is not None
+        held = stack.chain.tiers[1].stats().blocks
+        assert held >= 8
+        # What the restarts found in host memory came down, too.
+        assert held * SLOT <= budget.written <= 12 * (SLOT + 128)
+
+
 def test_what_a_restart_has_found_is_said(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack:
         kept = size(4 * SLOT)

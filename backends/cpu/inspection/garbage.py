@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.backends.cpu.leftover_regions import leftovers, own_files, remove
-from kvtier.backends.cpu.region_locks import SUFFIX, in_use
+from kvtier.backends.cpu.region_locks import LIST_SUFFIX, SUFFIX, in_use
 from kvtier.core.inspection.findings import Garbage, of_file
 
 _MAKING = ".making"
@@ -30,9 +30,11 @@ def find_garbage(folder: Path, regions: Sequence[Path], idle_s: float | None) ->
                 yield from of_file(what, path, partial(_remove_idle, path, idle_s))
     for path in own_files(folder, f"kvtier-{os.getuid()}-*{_MAKING}"):
         yield from _unless_used(path, "region that was never finished")
-    for path in own_files(folder, f"kvtier-{os.getuid()}-*.owner"):
-        if not path.with_suffix(SUFFIX).exists():
-            yield from _unless_used(path, "lock without its region")
+    beside = ((".owner", "lock"), (LIST_SUFFIX, "list of retained blocks"))
+    for suffix, what in beside:
+        for path in own_files(folder, f"kvtier-{os.getuid()}-*{suffix}"):
+            if not path.with_suffix(SUFFIX).exists():
+                yield from _unless_used(path, f"{what} without its region")
 
 
 def _remove_left(folder: Path, path: Path) -> bool:

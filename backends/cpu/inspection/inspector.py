@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvtier.backends.cpu.inspection.filling import CpuFilling
 from kvtier.backends.cpu.inspection.garbage import find_garbage
 from kvtier.backends.cpu.inspection.offline_locks import region_held, remove_region
 from kvtier.backends.cpu.region import read_header
-from kvtier.backends.cpu.region_locks import SUFFIX
+from kvtier.backends.cpu.region_locks import SUFFIX, list_path
 from kvtier.backends.cpu.settings import CpuSettings
 from kvtier.core.inspection import Cleared, Depth, Finding, Garbage, Part, Reach
 from kvtier.core.inspection.measuring import refuse_without_room
@@ -29,7 +29,9 @@ from kvtier.core.slab.layout import SlabHeader, committed
 from kvtier.core.slab.slab_files import Slab
 from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError
+from kvtier.types import BlockKey
 
+_PINNED_BELOW = "a tier of kind nvme below it does, and gives what is used again"
 _FOR_EVER = Duration(50 * 365 * 86400.0)
 
 
@@ -72,6 +74,15 @@ class CpuInspector(SlabInspector[CpuSettings]):
         read_file(table, 0)  # raises for what is not an ordinary file, and would make `open` wait
         with table.open("rb") as file:
             return read_header(file.fileno())
+
+    def lists(self, namespace: str) -> list[Path]:
+        return [list_path(slab.table) for slab in self.slabs if slab.namespace == namespace]
+
+    def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
+        raise self._cannot("remember what is pinned", _PINNED_BELOW)
+
+    def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
+        raise self._cannot("remember what is pinned", _PINNED_BELOW)
 
     def held(self, slab: Slab) -> AbstractContextManager[None]:
         return region_held(slab.table)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvtier.backends.cpu.region_locks import lock_owner, unlock
+from kvtier.backends.cpu.region_locks import list_path, lock_owner, unlock
 from kvtier.core.system.disk import lock_within
 from kvtier.errors import MediumInUse
 
@@ -40,4 +40,5 @@ def remove_region(path: Path, still: Callable[[], bool] = lambda: True) -> None:
     with contextlib.suppress(FileNotFoundError), region_held(path):
         if still():
             path.unlink(missing_ok=True)
+            list_path(path).unlink(missing_ok=True)
             path.with_suffix(".owner").unlink(missing_ok=True)

@@ -25,6 +25,7 @@ _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 _HOME = re.compile(r"[0-9a-f]{32}")
 _MARK = re.compile(r"[0-9a-f]{8}")
 _WHOLE = re.compile(r"[0-9a-f]{8}\.(slab|table)")
+_LIST = re.compile(r"retained-.{1,128}\.bin(\.making)?|pinned\.bin(\.making)?")
 _UNFINISHED = re.compile(
     r"(namespace|[0-9a-f]{8})\.(?P<maker>[0-9a-f]{8})(\.(data|table))?\.making"
 )
@@ -93,6 +94,27 @@ def marks(home: Path) -> list[Path]:
     return [owners / name for name in names if _MARK.fullmatch(name)]
 
 
+def list_path(home: Path, engine: str) -> Path:
+    """The file in which an engine keeps what it retains."""
+    return home / f"retained-{engine}.bin"
+
+
+def pins_path(home: Path) -> Path:
+    """The file that says what all engines of a namespace retain."""
+    return home / "pinned.bin"
+
+
+def list_files(home: Path) -> list[Path]:
+    """The lists of retained blocks of all engines, those first that were not written for longest;
+    what is pinned is not among them."""
+    found = []
+    for name in _names(home):
+        if name.startswith("retained-") and _LIST.fullmatch(name):
+            with contextlib.suppress(OSError):
+                found.append(((home / name).lstat().st_mtime, home / name))
+    return [path for _, path in sorted(found)]
+
+
 def owner_path(owners: Path, owner: int) -> Path:
     """The file whose lock keeps an owner alive."""
     return owners / f"{owner:08x}"
@@ -146,6 +168,9 @@ def remove_bare_home(path: Path) -> None:
     """Remove what a namespace has beside its slabs, which have gone, and its folder."""
     shutil.rmtree(path / "owners", ignore_errors=True)
     (path / "namespace.json").unlink(missing_ok=True)
+    for name in filter(_LIST.fullmatch, _names(path)):
+        with contextlib.suppress(OSError):
+            (path / name).unlink()
     with contextlib.suppress(OSError):  # what else lies there is not ours
         path.rmdir()
 

@@ -22,6 +22,8 @@ class Limits(msgspec.Struct, frozen=True):
     """How long an idle namespace keeps its share after its last use."""
     grows: bool = True
     """Whether slabs are made; else what is there is only read."""
+    write_rate: float | None = None
+    """Bytes a second that may be written in the long run; None: as many as come."""
 
 
 def kept_free(free_floor: int, slab_bytes: int) -> int:

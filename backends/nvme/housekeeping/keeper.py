@@ -28,7 +28,11 @@ from kvtier.backends.nvme.housekeeping.slab_watch import Known, SlabWatch
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.housekeeping.use_counts import Uses
 from kvtier.backends.nvme.table_writes import hide_entry, write_entries
+from kvtier.backends.nvme.wear.leases import Leases
+from kvtier.backends.nvme.wear.write_ledger import WriteLedger
 from kvtier.core.slab import layout
+from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.errors import FormatError, MediumError, NewerFormat
 from kvtier.types import BlockKey
 
@@ -63,7 +67,10 @@ class Keeper:
         self.uses = Uses()
         self.when_idle: Callable[[], None] = lambda: None
         """Called between rounds: a tier that nobody calls must apply its updates all the same."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Called once, when there is no further round."""
         self._problems = Problems(folder.root)
+        self.warn_once = self._problems.warn_once
         self._watch = SlabWatch(folder, self.updates, self._problems)
         self._known, self._broken = self._watch.known, self._watch.broken
         self._given: dict[int, float] = {}
@@ -82,6 +89,20 @@ class Keeper:
         self._takes_nothing = False
         """It owns no slab, and none can be made: not for the lack of room, which is no failure."""
         self._thread: threading.Thread | None = None
+        self.allowance: WriteAllowance | None = None
+        self._leases: Leases | None = None
+        if limits.write_rate is not None:
+            self._budget(limits.write_rate)
+
+    def _budget(self, rate: float) -> None:
+        """Have what is written kept within so many bytes a second."""
+        block = self.limits.slot_bytes + 2 * layout.ENTRY_BYTES
+        self.allowance = WriteAllowance(rate, max(BURST_S * rate, block), block)
+        self.allowance.when_short = self._wake.set
+        ledger = WriteLedger(self.folder.root, rate, self.allowance.burst)
+        self._leases = Leases(ledger, self.allowance)
+        with self._problems.tolerated((OSError, MediumError)):
+            self._leases.renew(at_once=True)
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -96,6 +117,8 @@ class Keeper:
                 self.work()
                 with self._problems.tolerated(Exception):
                     self.when_idle()
+        with self._problems.tolerated(Exception):
+            self.at_end()
         self._end()
 
     def pause(self) -> float:
@@ -117,6 +140,10 @@ class Keeper:
         if not has_name(self._owner_fd, owner_path(self.folder.owners, self.owner)):
             self._begin_again()
         self._write_down()
+        if self._leases is not None:
+            with self._problems.tolerated((OSError, MediumError)):
+                self._leases.renew(at_once=thorough)
+                self._leases.ask_drives()
         if not self._look():
             return
         now = time.monotonic()
@@ -350,4 +377,7 @@ class Keeper:
                         self.folder.remove_slab(slab_id)
             else:
                 self._write_uses(0.0, at_once=True)
+        if self._leases is not None:
+            with contextlib.suppress(OSError, MediumError):
+                self._leases.close()
         let_go(self.folder.owners, self.owner, self._owner_fd)

@@ -24,7 +24,9 @@ class Problems:
         self._said_at: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def tolerated(self, kind: type[Exception] = OSError) -> Iterator[None]:
+    def tolerated(
+        self, kind: type[Exception] | tuple[type[Exception], ...] = OSError
+    ) -> Iterator[None]:
         """Report an error instead of raising it: one strange file must not stop all other work."""
         try:
             yield

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from kvtier.backends.nvme.folder.files import DATA_SUFFIX, TABLE_SUFFIX, used_bytes
+from kvtier.backends.nvme.folder.files import (
+    DATA_SUFFIX,
+    TABLE_SUFFIX,
+    list_files,
+    pins_path,
+    used_bytes,
+)
 from kvtier.backends.nvme.inspection.checks import check_disk
 from kvtier.backends.nvme.inspection.filling import NvmeFilling
 from kvtier.backends.nvme.inspection.garbage import find_garbage, remove_home
 from kvtier.backends.nvme.inspection.offline_locks import remove_broken_slab, slab_held
+from kvtier.backends.nvme.inspection.pins import pin, unpin
 from kvtier.backends.nvme.settings import NvmeSettings
+from kvtier.backends.nvme.wear.inspection import check_writes, writes_to
+from kvtier.backends.nvme.wear.write_ledger import NAME as WRITES
 from kvtier.core.inspection import Cleared, Depth, Finding, Garbage, Part
+from kvtier.core.inspection.contents import Writes
 from kvtier.core.inspection.measuring import BENCH_MARK
 from kvtier.core.inspection.media_files import (
     NAMESPACE_ID,
@@ -29,7 +39,7 @@ from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
 from kvtier.core.slab.slab_files import Slab
 from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError, MediumInUse
-from kvtier.types import NAMESPACE_BYTES_MAX
+from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey
 
 
 class NvmeInspector(SlabInspector[NvmeSettings]):
@@ -58,7 +68,7 @@ class NvmeInspector(SlabInspector[NvmeSettings]):
             home = root / name
             if NAMESPACE_ID.fullmatch(name) and home.is_dir() and not home.is_symlink():
                 self._look_at_home(home, locked)
-            elif name != "lock" and not name.startswith(BENCH_MARK):
+            elif name not in ("lock", WRITES) and not name.startswith(BENCH_MARK):
                 found.strangers.append(name)
         self.count(found)
         found.unseen = False
@@ -108,6 +118,16 @@ class NvmeInspector(SlabInspector[NvmeSettings]):
     def read_slab(self, table: Path) -> SlabHeader:
         return _read_table(table)[0]
 
+    def lists(self, namespace: str) -> list[Path]:
+        home = self.root / namespace
+        return [*list_files(home), pins_path(home)]
+
+    def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
+        return pin(self.root, self.root / namespace, keys, until, most)
+
+    def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
+        return unpin(self.root, self.root / namespace, keys)
+
     def held(self, slab: Slab) -> AbstractContextManager[None]:
         return slab_held(slab.table)
 
@@ -133,7 +153,15 @@ class NvmeInspector(SlabInspector[NvmeSettings]):
             self.forget_troubles(f"{home}/")
 
     def checks(self) -> Iterator[Finding]:
-        return check_disk(self.area(), self.settings)
+        yield from check_disk(self.area(), self.settings)
+        yield from check_writes(self.area(), self.settings)
+
+    def writes(self) -> Writes | None:
+        return writes_to(self.settings, self.capacity())
+
+    def moved_to(self, folder: Path) -> dict[str, object]:
+        """Without the write budget: what is measured there is the disk."""
+        return super().moved_to(folder) | {"writes": None, "endurance": None}
 
     def kept_free(self) -> int:
         return self.settings.free_floor.bytes

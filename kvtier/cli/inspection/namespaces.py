@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvtier.cli import console
 from kvtier.cli.inspection.inspectors import Inspectors, known_namespaces, looked_at, parts_of
@@ -26,6 +27,30 @@ def find_namespace(inspectors: Inspectors, text: str) -> str:
         where = looked_at(inspectors)
         raise KVTierError(f"no namespace {where} begins with {text!r}: kvtier ls shows all")
     raise KVTierError(f"{len(found)} namespaces begin with {text!r}: give more of its digits")
+
+
+def asked_namespace(
+    inspectors: Inspectors, known: Mapping[str, Namespace], wanted: str | None, model: str | None
+) -> str:
+    """The namespace that is asked about: named, or of those of the model that is named the one in
+    use, or with the newest block."""
+    if wanted is not None:
+        name = find_namespace(inspectors, wanted)
+        if name not in known:
+            raise KVTierError(f"nothing here says what {name} means: its namespace.json is missing")
+        return name
+    if model is not None:
+        called = {Path(model).absolute().name, Path(model).resolve().name}
+        of_it = {name: each for name, each in known.items() if each.model in called}
+        if not of_it:
+            console.warn(
+                f"nothing here is of a model called {model}: its tokenizer is all it gives"
+            )
+        known = of_it or known
+    parts = [part for part in parts_of(inspectors) if part.namespace in known]
+    if not parts:
+        return min(known)
+    return max(parts, key=lambda part: (part.in_use is True, part.newest or 0.0)).namespace
 
 
 def say_two_names(known: Mapping[str, Namespace]) -> None:
@@ -62,3 +87,8 @@ def count(hits: int | None) -> str:
 def age(at: float | None) -> str:
     """How long ago something was, if it was."""
     return "-" if at is None else human.duration(max(0.0, time.time() - at))
+
+
+def left(until: float) -> str:
+    """How long it is until something."""
+    return human.duration(max(0.0, until - time.time()))

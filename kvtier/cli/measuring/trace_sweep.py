@@ -67,11 +67,7 @@ def run_sweep(
     """One row a size; every tier of the stack is scaled by the same factor."""
     block_bytes = record_bytes(expectation.shape.token_bytes * block_tokens)
     trace = Trace(requests)
-    part = trace
-    share = 1.0 if exact else _share(trace.references, len(config.tiers), len(factors))
-    if share < 1:
-        part = trace.of(sample(requests, share))
-        share = part.references / trace.references
+    part, share = part_of(trace, len(config.tiers), len(factors), exact)
     own = min(factors, key=lambda factor: abs(math.log(factor)))
     sizes = [_Size(own, trace, 1.0)]
     sizes += [_Size(factor, part, share) for factor in factors if factor != own or share < 1]
@@ -99,22 +95,43 @@ class _Size(NamedTuple):
     def plans(
         self, config: StackConfig, expectation: Expectation, block_bytes: int
     ) -> list[TierPlan]:
-        """Its tiers; as a part of the requests fills only a part of the room, they are smaller."""
-        plans = []
-        for settings, tier in zip(config.tiers, expectation.tiers, strict=True):
-            whole = int(tier.capacity * self.factor) // block_bytes
-            blocks = max(1, round(whole * self.share)) if whole else 0
-            plans.append(
-                TierPlan(
-                    settings.kind,
-                    blocks,
-                    settings.eviction,
-                    settings.write,
-                    settings.admission,
-                    remembers=round(TOUCHES_KEPT * self.share),
-                )
+        """Its tiers."""
+        return plans_of(config, expectation, block_bytes, self.factor, self.share)
+
+
+def part_of(trace: Trace, tiers: int, sizes: int, exact: bool) -> tuple[Trace, float]:
+    """A part of a trace that so many sizes can be run on in seconds, and how large a part it is."""
+    share = 1.0 if exact else _share(trace.references, tiers, sizes)
+    if share == 1.0:
+        return trace, share
+    part = trace.of(sample(trace.requests, share))
+    return part, part.references / trace.references
+
+
+def plans_of(
+    config: StackConfig, expectation: Expectation, block_bytes: int, factor: float, share: float
+) -> list[TierPlan]:
+    """The tiers of a stack, so many times as large; as a part of the requests fills only a part of
+    the room, they are smaller for it, and so are their write budgets."""
+    plans = []
+    for settings, tier in zip(config.tiers, expectation.tiers, strict=True):
+        capacity = int(tier.capacity * factor)
+        whole = capacity // block_bytes
+        blocks = max(1, round(whole * share)) if whole else 0
+        budget = getattr(settings, "writes_per_second", None)
+        rate = None if budget is None else budget(capacity)
+        plans.append(
+            TierPlan(
+                settings.kind,
+                blocks,
+                settings.eviction,
+                settings.write,
+                settings.admission,
+                remembers=round(TOUCHES_KEPT * share),
+                writes=None if rate is None else rate / block_bytes * share,
             )
-        return plans
+        )
+    return plans
 
 
 def _share(references: int, tiers: int, sizes: int) -> float:

@@ -110,6 +110,22 @@ class IsolatedTier(Tier):
     def forget_hottest(self) -> None:
         self._ask(self._tier.forget_hottest, None)
 
+    def retain_at_most(self, blocks: int) -> None:
+        self._ask(lambda: self._tier.retain_at_most(blocks), None)
+
+    def retain(self, keys: Sequence[BlockKey], session: str, until: float) -> int:
+        return self._ask(lambda: int(self._tier.retain(keys, session, until)), len(keys))
+
+    def release(self, session: str, keys: Sequence[BlockKey] = (), *, all: bool = True) -> None:
+        self._ask(lambda: self._tier.release(session, keys, all=all), None)
+
+    def retained_for(self, session: str) -> Sequence[BlockKey]:
+        return self._ask(lambda: list(self._tier.retained_for(session)), [])
+
+    @property
+    def unwritten(self) -> bool:
+        return self._ask(lambda: bool(self._tier.unwritten), False)
+
     def forget(self, keys: Sequence[BlockKey]) -> None:
         self._try(lambda: self._tier.forget(keys), None)  # always: it may outlive this process
 

@@ -11,6 +11,8 @@ from kvtier.core.chain.in_flight import Settled
 from kvtier.core.chain.plan import JOINING
 from kvtier.core.chain.writes.write_links import LinkStats
 from kvtier.core.interfaces.mover import MoverStats, TransferResult
+from kvtier.core.interfaces.tier import Tier
+from kvtier.core.wear.allowance import WriteStats
 from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
 SAMPLES_KEPT = 4096
@@ -80,6 +82,13 @@ class ChainStats(msgspec.Struct):
     down: list[bool]
     """Whether each tier is left alone, because it failed again and again, or is unwell."""
     prefetch: PrefetchStats
+    budgets: list[WriteStats | None] = []
+    """Of each tier what may be written to it, and was; None of one without a budget."""
+
+
+def budgets_of(tiers: Sequence[Tier]) -> list[WriteStats | None]:
+    """What may be written to each tier, and was."""
+    return [None if tier.allowance is None else tier.allowance.stats() for tier in tiers]
 
 
 class Tally:
@@ -149,6 +158,7 @@ class Tally:
         mover: MoverStats,
         down: list[bool],
         prefetch: PrefetchStats,
+        budgets: list[WriteStats | None],
     ) -> ChainStats:
         """The counters as they stand, beside what others count."""
         return ChainStats(
@@ -161,4 +171,5 @@ class Tally:
             failures=[dict(failures) for failures in self.failures],
             down=down,
             prefetch=prefetch,
+            budgets=budgets,
         )

@@ -17,7 +17,7 @@ from kvtier.core.chain.loads.promises import Promises
 from kvtier.core.chain.loads.promotion import Promotion
 from kvtier.core.chain.locator import Locator
 from kvtier.core.chain.plan import HOST, NOWHERE
-from kvtier.core.chain.stats import ChainStats, Sample, Tally
+from kvtier.core.chain.stats import ChainStats, Sample, Tally, budgets_of
 from kvtier.core.chain.writes.cascade import Cascade
 from kvtier.core.costs.chunk_spans import Span, asked, columns, needed
 from kvtier.core.costs.hit_decision import Appraiser, Decision
@@ -25,7 +25,8 @@ from kvtier.core.costs.model import CostModel
 from kvtier.core.interfaces.mover import Mover, TransferResult
 from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import PrefetchSettings, TierSettings
+from kvtier.core.retained.retention import Retention
+from kvtier.core.settings import PrefetchSettings, RetainSettings, TierSettings
 from kvtier.core.system.closing import close_all
 from kvtier.errors import NotResident
 from kvtier.types import (
@@ -64,18 +65,20 @@ class TierChain(Tier):
         *,
         costs: CostModel | None = None,
         prefetch: PrefetchSettings | None = None,
+        retain: RetainSettings | None = None,
         rest_seconds: float = REST_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tiers = list(tiers)
-        self.medium, self._mover, self._clock = tiers[HOST].medium, mover, clock
+        self.medium, self._mover = tiers[HOST].medium, mover
+        self._clock, self._costs = clock, costs
         slot = record_bytes(namespace.payload_bytes)
         self._slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
+        self.retention = Retention(tiers, settings, self._slots, retain)
         self._tally = Tally([tier.medium for tier in tiers], namespace)
         self._ledger = Ledger(self.tiers)
         self._load_health = Health(len(tiers), rest_seconds)
         self._appraiser = Appraiser(self._tally, costs, self._ledger.joinable, clock)
-        self._costs = costs
         self._promotion = Promotion(
             settings, self._ledger, mover, self._load_health, self._tally, costs
         )
@@ -119,9 +122,8 @@ class TierChain(Tier):
         )
         # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
         self._names = [*[Presence.HIT] * len(tiers), Presence.HIT, Presence.PENDING, Presence.MISS]
-        self._anonymous = EmbeddedLoads(self._ledger)
+        self._anonymous, self._stored = EmbeddedLoads(self._ledger), deque[TransferResult]()
         self._ended: list[Ticket] = []
-        self._stored: deque[TransferResult] = deque()
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
         self._touches: deque[tuple[Sequence[BlockKey], int]] = deque(maxlen=USES_KEPT)
 
@@ -131,8 +133,7 @@ class TierChain(Tier):
         promised = self.promises.kept
         if promised and all(key in promised for key in keys):
             return [Presence.HIT] * len(keys)
-        names = self._names
-        return [names[origin] for origin in self.promises.make(keys, self.locate(keys))]
+        return [self._names[origin] for origin in self.promises.make(keys, self.locate(keys))]
 
     def worth(
         self,
@@ -207,9 +208,8 @@ class TierChain(Tier):
         return ticket
 
     def _pin(self, ticket: Ticket, keys: list[BlockKey], origins: list[int]) -> bool:
-        mine = keys
-        if origins.count(HOST) < len(keys):
-            mine = [key for key, origin in zip(keys, origins, strict=True) if origin == HOST]
+        here = origins.count(HOST) == len(keys)
+        mine = keys if here else [k for k, at in zip(keys, origins, strict=True) if at == HOST]
         if mine and not self._ledger.pin(ticket, mine):
             return False
         self._tally.found(HOST, mine)
@@ -247,8 +247,8 @@ class TierChain(Tier):
         ticket = self.begin_load(keys, "", float("inf"))
         if ticket.missing or ticket.files:
             self._drop(self._ledger.release(ticket))
-            missing = f"{len(keys) - len(ticket.keys)} of {len(keys)} keys"
-            raise NotResident(f"{missing} are not here: look up first")
+            missing = len(keys) - len(ticket.keys)
+            raise NotResident(f"{missing} of {len(keys)} keys are not here: look up first")
         self._anonymous.add(ticket, keys)
         return ticket.spec
 
@@ -271,7 +271,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self.promises.count_again()
-        self._cascade.committed(HOST, self._ledger.commit(keys, failed))
+        self._cascade.committed(HOST, self._ledger.commit(keys, failed), self._clock())
 
     # between the steps of an engine
 
@@ -335,7 +335,7 @@ class TierChain(Tier):
                 self._tally.ended(settled, result)
                 self._ended += settled.landed
                 loaded = self._ahead.settled(settled, now)
-                self._cascade.committed(HOST, loaded, settled.move.transfer.source)
+                self._cascade.committed(HOST, loaded, now, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
             budget -= len(result.outcomes)
@@ -389,9 +389,9 @@ class TierChain(Tier):
             tier.out_of_use or tier.unwell or any(health.down(at, now) for health in healths)
             for at, tier in enumerate(self.tiers)
         ]
-        tiers = [tier.stats() for tier in self.tiers]
         links, ahead = self._cascade.stats(), self.prefetches.counted()
-        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead)
+        budgets, tiers = budgets_of(self.tiers), [tier.stats() for tier in self.tiers]
+        return self._tally.stats(tiers, links, self._mover.stats(), down, ahead, budgets)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

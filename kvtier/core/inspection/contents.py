@@ -75,6 +75,14 @@ class Block(msgspec.Struct, kw_only=True):
         return self.place
 
 
+class Hold(NamedTuple):
+    """Somebody who retains a block, and until when."""
+
+    session: str
+    until: float
+    """Seconds since 1970; infinite, without an end."""
+
+
 class Part(msgspec.Struct, kw_only=True):
     """What one tier holds of one namespace."""
 
@@ -85,6 +93,8 @@ class Part(msgspec.Struct, kw_only=True):
     bytes: int = 0
     """Records with their headers."""
     quarantined: int = 0
+    retained: int = 0
+    """Those of the blocks that are evicted last, because somebody asked for it."""
     oldest: float | None = None
     newest: float | None = None
     hits: int | None = None
@@ -121,6 +131,30 @@ class SlotMap(Protocol):
 
     def cells(self, count: int) -> list[Cell]:
         """All of them, in at most so many stretches."""
+
+
+class DriveWear(msgspec.Struct, kw_only=True):
+    """What one drive says of itself; None and a problem, where it cannot be asked."""
+
+    device: str
+    written: int | None = None
+    percent_used: int | None = None
+    """Of its endurance, as its maker counts that."""
+    problem: str = ""
+
+
+class Writes(msgspec.Struct, kw_only=True):
+    """What is known of the writes to a medium that wears."""
+
+    per_day: float | None = None
+    """The budget, in bytes."""
+    left: float | None = None
+    """What may be written now."""
+    written: float | None = None
+    """Bytes, by all engines and commands with a budget, since `since`."""
+    since: float | None = None
+    """Seconds since 1970."""
+    drives: list[DriveWear] = []
 
 
 class Contents(msgspec.Struct, kw_only=True):

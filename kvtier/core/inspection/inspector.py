@@ -24,11 +24,13 @@ from kvtier.core.inspection.contents import (
     Cleared,
     Contents,
     Depth,
+    Hold,
     InspectorContext,
     Part,
     Reach,
     SlotMap,
     Stored,
+    Writes,
 )
 from kvtier.core.inspection.filling import TAKE_ALL, Filling, TierOpener
 from kvtier.core.inspection.findings import Finding, Garbage
@@ -41,7 +43,7 @@ from kvtier.core.interfaces.tier import TierContext
 from kvtier.core.settings import ByteSize, Capacity, TierSettings
 from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, KVTierError, Unsupported
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
 S = TypeVar("S", bound=TierSettings)
 
@@ -178,6 +180,21 @@ class Inspector(ABC, Generic[S]):
             if (said := said_of(error)) not in self.contents.troubles:
                 self.contents.troubles.append(said)
 
+    # -- what is retained
+
+    def holds(self, namespace: str) -> dict[BlockKey, list[Hold]]:
+        """By whom blocks of a namespace are retained, as far as the medium remembers it."""
+        return {}
+
+    def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
+        """Have engines retain these blocks until then, whether they are there or not, and as many
+        as `most` with those that were pinned before; how many are now."""
+        raise self._cannot("remember what is pinned", "leave it out with --tier")
+
+    def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
+        """Take that back for these, or for all; how many were pinned."""
+        raise self._cannot("remember what is pinned", "leave it out with --tier")
+
     # -- what records are worth
 
     def prover(self, namespaces: Mapping[str, Namespace]) -> Prover:
@@ -250,6 +267,10 @@ class Inspector(ABC, Generic[S]):
         with folder_beside(home, room, self.kept_free()) as folder:
             wanted = TAKE_ALL | {"capacity": Capacity(ByteSize(with_slack(room)))}
             yield msgspec.structs.replace(self.settings, **wanted, **self.moved_to(folder))
+
+    def writes(self) -> Writes | None:
+        """What was written to a medium that wears, and what may be; None where nobody counts."""
+        return None
 
     def kept_free(self) -> int:
         """How many bytes the tier leaves free on its file system."""

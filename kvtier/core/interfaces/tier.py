@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.types import (
     BlockKey,
     FilePlace,
@@ -58,6 +59,8 @@ class Tier(ABC):
     nobody need wait any longer to try."""
     learning: bool = False
     """Whether it has still to learn what its medium holds: what it lacks may well be there."""
+    allowance: WriteAllowance | None = None
+    """What may be written to its medium now; None: as much as comes."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
@@ -155,6 +158,30 @@ class Tier(ABC):
 
     def forget_hottest(self) -> None:  # noqa: B027 - there may be none
         """Nobody will ask `take_hottest` any more."""
+
+    def retain_at_most(self, blocks: int) -> None:  # noqa: B027 - not every tier retains
+        """Let so many blocks be retained; what an earlier process has retained is, from now on."""
+
+    def retain(self, keys: Sequence[BlockKey], session: str, until: float) -> int:
+        """Let these blocks of a prefix, its head first, be evicted after all others, now and when
+        they come, until then (seconds since 1970) or until the session is over. A wish: `forget`
+        and `clear` heed none. Says how many were refused: here, all of them."""
+        return len(keys)
+
+    def release(  # noqa: B027 - not every tier retains
+        self, session: str, keys: Sequence[BlockKey] = (), *, all: bool = True
+    ) -> None:
+        """A session does not need these any more, nor (`all`) anything else: its blocks are evicted
+        before others, but for what another session retains."""
+
+    def retained_for(self, session: str) -> Sequence[BlockKey]:
+        """The blocks that are retained for a session, each prefix from its head on."""
+        return []
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether `tick` has something to write down that would be lost with this process."""
+        return False
 
     def tick(self) -> None:  # noqa: B027 - most media have no housekeeping
         """Short housekeeping, called between steps; never blocks."""

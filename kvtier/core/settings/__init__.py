@@ -4,13 +4,15 @@ Backends derive their own settings from `TierSettings` and build them from the t
 files of a stack, which hold such settings, are read in `kvtier.config`.
 
 - `tier_settings`: `TierSettings`, the words of its settings, and limits of numbers.
-- `values`: sizes, capacities, durations and secrets, and msgspec's hooks for them.
+- `values`: sizes, capacities, durations, rates and secrets, and msgspec's hooks for them.
 - `prefetch_settings`: what is brought into CPU memory ahead of time.
+- `retain_settings`: what is kept because somebody asked for it.
 - `folder_access`: whether a tier may keep its files in a folder.
 """
 
 from kvtier.core.settings.folder_access import standing_folder
 from kvtier.core.settings.prefetch_settings import PrefetchSettings, Share
+from kvtier.core.settings.retain_settings import RetainSettings
 from kvtier.core.settings.tier_settings import (
     Admission,
     Count,
@@ -27,6 +29,7 @@ from kvtier.core.settings.values import (
     Capacity,
     Duration,
     Secret,
+    WriteRate,
 )
 
 __all__ = [
@@ -39,11 +42,13 @@ __all__ = [
     "Gds",
     "Persistence",
     "PrefetchSettings",
+    "RetainSettings",
     "Secret",
     "Share",
     "Threads",
     "TierSettings",
     "WritePolicy",
+    "WriteRate",
     "check_capacity",
     "standing_folder",
 ]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES = _BINARY | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_RATE_UNITS = {"day": 86400.0, "d": 86400.0, "h": 3600.0}
 _QUANTITY = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", re.ASCII)
 _SIZE_UNITS = "[KMGT]i?B|B"
 _BYTES_MAX = (1 << 63) - 1
@@ -193,6 +194,40 @@ class Duration(Value):
 
     def __str__(self) -> str:
         return _written(self.seconds, _SECONDS, "s")
+
+
+class WriteRate(Value):
+    """A number of bytes in a time, written like "2TiB/day" or "50GiB/h"."""
+
+    __slots__ = ("bytes", "unit")
+    schema = {
+        "title": "size a day or hour",
+        "type": "string",
+        "pattern": rf"^\s*\d+(\.\d+)?\s*({_SIZE_UNITS})\s*/\s*(day|d|h)\s*$",
+        "examples": ["2TiB/day", "50GiB/h"],
+    }
+
+    def __init__(self, size: ByteSize, unit: str) -> None:
+        self.bytes = size.bytes
+        self.unit = unit
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        size, slash, unit = value.partition("/") if isinstance(value, str) else ("", "", "")
+        unit = unit.strip()
+        if not slash or unit not in _RATE_UNITS:
+            raise ValueError(f'{_shown(value)} is no size in a time; write it like "2TiB/day"')
+        rate = cls(ByteSize.parse(size), "day" if unit == "d" else unit)
+        if not rate.bytes:
+            raise ValueError("a budget of nothing; write: never keeps a tier from being written")
+        return rate
+
+    @property
+    def per_second(self) -> float:
+        return self.bytes / _RATE_UNITS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{ByteSize(self.bytes)}/{self.unit}"
 
 
 class Secret(Value):

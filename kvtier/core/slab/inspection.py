@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,16 +14,17 @@ from typing import TypeVar
 import numpy as np
 
 from kvtier.core.error_texts import said_of
-from kvtier.core.inspection.contents import Block, Contents, InspectorContext, Part
+from kvtier.core.inspection.contents import Block, Contents, Hold, InspectorContext, Part
 from kvtier.core.inspection.filling import TierOpener
 from kvtier.core.inspection.inspector import Inspector
 from kvtier.core.inspection.proofs import Prover
 from kvtier.core.inspection.sources import Source
+from kvtier.core.retained import kept_file
 from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import BAD, SlabHeader, committed, entry_at, keys_of
 from kvtier.core.slab.slab_files import Slab, SlabBlock, SlabProver, SlabSource
 from kvtier.errors import FormatError, KVTierError, NewerFormat
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
 S = TypeVar("S", bound=TierSettings)
 
@@ -53,7 +55,28 @@ class SlabInspector(Inspector[S]):
     def remove_table(self, table: Path) -> None:
         """Remove a slab if it is still broken; raises MediumInUse if somebody may use it."""
 
+    @abstractmethod
+    def lists(self, namespace: str) -> list[Path]:
+        """The files that say what is retained of a namespace."""
+
     # -- what is there
+
+    def holds(self, namespace: str) -> dict[BlockKey, list[Hold]]:
+        found: dict[BlockKey, list[Hold]] = {}
+        now = time.time()
+        for path in self.lists(namespace):
+            try:
+                sessions = kept_file.read(path, bytes.fromhex(namespace))
+            except (FormatError, OSError) as error:
+                said = f"{path} does not say what is retained: {said_of(error)}"
+                if said not in self.contents.troubles:
+                    self.contents.troubles.append(said)
+                continue
+            for session, blocks in sessions.items():
+                for key, until in blocks.items():
+                    if until > now:
+                        found.setdefault(key, []).append(Hold(session, until))
+        return found
 
     def slot_maps(self) -> Sequence[Slab]:
         return self.slabs
@@ -62,6 +85,7 @@ class SlabInspector(Inspector[S]):
         """Sum the slabs by namespace; one whose table its disk does not give is a trouble, and no
         slab."""
         parts: dict[str, Part] = {}
+        holds = {name: self.holds(name) for name in {slab.namespace for slab in self.slabs}}
         slabs, self.slabs = self.slabs, []
         for slab in slabs:
             try:
@@ -76,6 +100,8 @@ class SlabInspector(Inspector[S]):
             valid = committed(entries)
             part.blocks += len(valid)
             part.bytes += len(valid) * slab.header.slot_bytes
+            if held := holds[slab.namespace]:
+                part.retained += sum(key in held for key in keys_of(entries[valid]))
             part.quarantined += int((entries["state"] == BAD).sum())
             part.in_use = part.in_use or slab.in_use
             if len(valid):

@@ -16,7 +16,7 @@ from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
 from kvtier.core.slab.neighbours import take_neighbours
 from kvtier.core.slab.prompt_order import PromptOrder
-from kvtier.core.slab.recovered import RecoveringTier
+from kvtier.core.slab.retaining import RetainingTier
 from kvtier.errors import NotResident
 from kvtier.types import (
     BlockKey,
@@ -37,7 +37,7 @@ _QUARANTINE_SHARE = 128
 _TOUCHES_MAX = 64
 
 
-class SlabTier(RecoveringTier):
+class SlabTier(RetainingTier):
     """A tier over numbered slots, one block each.
 
     A key is in at most one of three places: `_reserved` (on its way in), `_where` (a hit), or
@@ -52,10 +52,9 @@ class SlabTier(RecoveringTier):
         policy: EvictionPolicy,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__()
+        super().__init__(policy, clock)
         self.medium = medium
         self.slot_bytes = slot_bytes
-        self._policy = policy
         self._clock = clock
         self._prompts = PromptOrder()
         self._touched: list[Sequence[BlockKey]] = []
@@ -230,6 +229,7 @@ class SlabTier(RecoveringTier):
 
     def tick(self) -> None:
         self._tell_policy()
+        self._tick_retained()
 
     def carry_uses(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
         now, where = self._clock(), self._where
@@ -264,6 +264,7 @@ class SlabTier(RecoveringTier):
     def clear(self) -> None:
         self._catch_up()
         self.forget_recovered()
+        self.retained.clear()
         self._unwanted.update(self._reserved)
         self._drop(list(self._where))
 
@@ -321,6 +322,7 @@ class SlabTier(RecoveringTier):
         stats.pinned = len(self._pins)
         stats.in_flight = len(self._reserved)
         stats.quarantined = len(self._quarantine)
+        self._count_retained(stats)
         return copy(stats)
 
     def _adopt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -187,6 +188,20 @@ class CatalogueContract(PinContract):
         assert sure == victims[: len(sure)]
         assert rig.resident(keys) == keys
         rig.tier.complete_load(keys[:2])
+
+    def test_what_is_retained_goes_last_and_what_is_released_first(self, rig: Rig) -> None:
+        keys = rig.put(make_keys(6))
+        rig.tier.retain_at_most(2)
+        if rig.tier.retain(keys[:2], "session", math.inf):
+            return  # it does not retain, and says so
+        assert sorted(rig.tier.victims(4)) == sorted(keys[2:])
+        assert rig.tier.retain(keys[2:3], "session", math.inf) == 1
+        rig.tier.release("session")
+        assert rig.tier.victims(2) == [keys[1], keys[0]]
+        assert rig.tier.retain(keys[:1], "session", math.inf) == 0
+        rig.tier.clear()
+        assert rig.tier.retained_for("session") == []
+        assert rig.tier.stats().retained == 0
 
     def test_touch_changes_no_catalogue(self, rig: Rig) -> None:
         keys = rig.put(make_keys(3))

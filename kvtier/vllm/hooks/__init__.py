@@ -12,11 +12,14 @@ from are met here and nowhere else (tests/unit/test_layers.py), and stand in one
 - `pipeline_layers.py`: how the ranks of a pipeline share layers out
 - `request_states.py`: what vLLM's side knows of each request
 - `waiting_queue.py`: what is known of a request that waits for its turn
+- `request_hints.py`: what came with a request about the use of its blocks
 - `scheduler_steps.py`: what vLLM's side is told of a step
 - `block_allocation.py`: which blocks a step gives out to be written to
 - `idle_requests.py`: which requests need not be looked through in a step
 - `event_tracker.py`: the place of vLLM's tracker of events
 - `failure_tolerant_worker.py`: vLLM's worker, of which a transfer may fail
 - `engine_calls.py`: what the engine's core is told, and tells no connector
+- `engine_endings.py`: an engine that is told to end does so in order, and one that its caller steps
+  comes to rest
 - `orphaned_engine.py`: an engine whose server was killed ends as well
 """

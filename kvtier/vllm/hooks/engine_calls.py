@@ -41,19 +41,22 @@ def listen() -> None:
         (EngineCore, "_reset_caches", _clears),
         (Scheduler, "set_pause_state", _pauses),
     ):
-        setattr(owner, name, _wrapped(getattr(owner, name), tells))
+        wrap(owner, name, tells)
 
 
 Call = Callable[..., Any]
 
 
-def _wrapped(call: Call, tells: Callable[..., Any]) -> Call:
+def wrap(owner: type, name: str, tells: Callable[..., Any]) -> None:
+    """Let this be called instead of a class's method, with what calls that in front."""
+    call = getattr(owner, name)
+
     @functools.wraps(call)
     def told(owner: Any, *arguments: Any, **named: Any) -> Any:
         done = functools.partial(call, owner, *arguments, **named)
         return tells(done, owner, *arguments, **named)
 
-    return told
+    setattr(owner, name, told)
 
 
 def _calls_workers(call: Call, core: Any, method: Any, *_: Any, **__: Any) -> Any:
@@ -61,32 +64,32 @@ def _calls_workers(call: Call, core: Any, method: Any, *_: Any, **__: Any) -> An
         return call()
     finally:  # it may have failed halfway
         if changes_weights(method):
-            for connector in _connectors(core):
+            for connector in connectors_of(core):
                 connector.weights_changed()
 
 
 def _reads_adapter(call: Call, core: Any, lora_request: Any) -> Any:
-    for connector in _connectors(core):
+    for connector in connectors_of(core):
         connector.reads_adapter(lora_request)
     return call()
 
 
 def _removes_adapter(call: Call, core: Any, lora_id: int) -> Any:
-    for connector in _connectors(core):
+    for connector in connectors_of(core):
         connector.lets_go_of_adapter(lora_id)
     return call()
 
 
 def _resets(call: Call, core: Any, *_: Any, **__: Any) -> Any:
     done = call()
-    for connector in _connectors(core) if done else ():
+    for connector in connectors_of(core) if done else ():
         connector.engine_forgot()
     return done
 
 
 def _clears(call: Call, core: Any, *_: Any, **__: Any) -> Any:
     with contextlib.ExitStack() as pausing:
-        for connector in _connectors(core):
+        for connector in connectors_of(core):
             pausing.enter_context(connector.connector_scheduler.manager.pausing())
         return call()
 
@@ -107,7 +110,8 @@ def changes_weights(method: Any) -> bool:
     return speaks and name not in _OTHERS and name.lstrip("_").split("_")[0] not in _READS
 
 
-def _connectors(core: Any) -> Iterator[Any]:
+def connectors_of(core: Any) -> Iterator[Any]:
+    """Those of ours that an engine core has, alone or below a MultiConnector."""
     return _beside(getattr(core, "scheduler", None))
 
 

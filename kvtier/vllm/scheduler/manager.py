@@ -24,6 +24,7 @@ from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.scheduler.admission_waits import Room
 from kvtier.vllm.scheduler.compute_backlog import Backlog
+from kvtier.vllm.scheduler.hints import Hints
 from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
 from kvtier.vllm.scheduler.pending_errands import Pending
 from kvtier.vllm.scheduler.prefill_handoff import Arrivals
@@ -49,12 +50,10 @@ class ChainManager:
     ) -> None:
         self.stack = stack
         self.chain = stack.chain
-        self._region = region
-        self._ranks = ranks
+        self._region, self._ranks = region, ranks
         self.shapes: Mapping[int, Shape] = {}
         """The cache groups that are kept; until they are known, nothing is found."""
-        self._clock = clock
-        self.costs = costs
+        self._clock, self.costs = clock, costs
         self.pace = Pace(costs, clock)
         self._backlog = Backlog(costs, self.pace)
         self._crowd = WaitingRequests()
@@ -66,11 +65,13 @@ class ChainManager:
         self._room = Room(self.chain.promises, self._patience, self._crowd, clock)
         self._arrivals = Arrivals(self.chain, costs, clock)
         self.ahead = WaitingPrefetches(self.chain, costs, namespace.group_bytes, clock)
-        self._computing = False
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._requests: dict[str, RequestState] = {}
-        self._epoch = b""
+        self._computing, self._epoch = False, b""
+        self.hints = Hints(
+            self.chain, namespace, self._requests, lambda: (self.shapes, self._epoch), clock
+        )
         self.failed_loads = self.late_loads = self.failed_stores = 0
 
     # -- keys ------------------------------------------------------------------------------
@@ -337,6 +338,7 @@ class ChainManager:
         self.chain.poll()
         if not self._crowd.short_of_room:
             self.ahead.step(self._requests, self.shapes, self._epoch)
+            self.hints.step()
 
     def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
         """The engine computes so many prompt tokens now, after so many others; and of each."""
@@ -353,6 +355,7 @@ class ChainManager:
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its errands may still be under way."""
         self._requests.pop(request, None)
+        self.hints.gone(request)
         self.ahead.left(request, served=False)
         self._crowd.gone(request)
         self._backlog.gone(request)
@@ -365,7 +368,7 @@ class ChainManager:
     @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed although no request is scheduled."""
-        return self.copying or self.chain.has_pending_work
+        return self.copying or self.chain.has_pending_work or self.hints.pending
 
     @property
     def idle(self) -> bool:
@@ -385,6 +388,7 @@ class ChainManager:
             self._epoch = os.urandom(16)
             self.chain.clear()
             self.ahead.forget()
+            self.hints.forget()
             logger.info("cache reset: all tiers are empty, and later blocks are for this run only")
         for state in self._requests.values():
             state.positions = -1

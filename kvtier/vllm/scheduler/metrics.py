@@ -12,6 +12,7 @@ from prometheus_client import Gauge
 
 from kvtier.core.chain.stats import ChainStats
 from kvtier.core.costs.link_rates import LinkCosts
+from kvtier.core.wear.allowance import WriteStats
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.protocol import Report
@@ -21,6 +22,7 @@ _EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _DOWN, _MISSES = "kvtier:tier_down", "kvtier:miss_blocks"
+_ENDURANCE = "kvtier:drive_endurance_used_ratio"
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:hit_blocks": ("Blocks that loads found in a tier", ("tier",)),
@@ -57,6 +59,16 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kvtier:prefetch_saved_seconds": ("By how much prefetching made loads shorter, all in all", ()),
     "kvtier:warmed_blocks": ("Blocks brought into CPU memory after the start", ("tier",)),
+    "kvtier:retain_refused_blocks": (
+        "Blocks that were to be retained in a tier, and for which there was no place, or none any "
+        "more",
+        ("tier",),
+    ),
+    "kvtier:released_blocks": (
+        "Blocks that a tier retained until their session was over",
+        ("tier",),
+    ),
+    "kvtier:ignored_hints": ("Hints that are not known, or not as they should be", ("reason",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
@@ -70,6 +82,21 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:bytes_used": ("Bytes in use of a tier's capacity", ("tier",)),
     "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
     "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
+    "kvtier:write_budget_bytes_per_second": (
+        "Bytes that may be written to a tier in the long run",
+        ("tier",),
+    ),
+    "kvtier:write_budget_left_bytes": ("Bytes of that budget that may be written now", ("tier",)),
+    "kvtier:write_budget_used_bytes": (
+        "Bytes written to a tier since it has a budget, by all engines that share it",
+        ("tier",),
+    ),
+    "kvtier:drive_written_bytes": ("What a tier's drive says was ever written to it", ("tier",)),
+    _ENDURANCE: ("The part of its endurance that it has used", ("tier",)),
+    "kvtier:retained_blocks": (
+        "Blocks that a tier evicts last because somebody asked for it, once they are there",
+        ("tier",),
+    ),
     "kvtier:quarantined_blocks": ("Blocks whose place is not used again", ("tier",)),
     _DOWN: ("1 while a tier fails, or is left alone because it has", ("tier",)),
     "kvtier:link_bytes_per_second": ("Measured speed of the way from a tier", ("link",)),
@@ -87,7 +114,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 _TRANSFER = "kvtier:transfer_seconds"
-_JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min}
+_JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min, _ENDURANCE: max}
 
 
 def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +149,18 @@ def _by_label(
     return found
 
 
+def _written(
+    budget: WriteStats, label: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Gauges of a tier with a write budget."""
+    yield "kvtier:write_budget_bytes_per_second", label, budget.rate
+    yield "kvtier:write_budget_left_bytes", label, budget.left
+    yield "kvtier:write_budget_used_bytes", label, budget.written
+    if budget.drive_written is not None and budget.drive_used is not None:
+        yield "kvtier:drive_written_bytes", label, budget.drive_written
+        yield _ENDURANCE, label, budget.drive_used
+
+
 class Meter:
     """Reads the chain's counters twice a second, and when nothing else is left to do.
 
@@ -151,6 +190,10 @@ class Meter:
     def due(self) -> bool:
         """Whether something has happened that nobody has been told yet."""
         return self._unread
+
+    def tell_now(self) -> None:
+        """The next step has to tell: no other may follow it for long."""
+        self._next, self._unread = 0.0, True
 
     def read(self) -> Any:
         """What has changed since the last answer; None if it is too soon to ask."""
@@ -185,6 +228,8 @@ class Meter:
             yield _MISSES, label, found.misses[index]
             yield "kvtier:stored_blocks", label, tier.stored
             yield "kvtier:evicted_blocks", label, tier.evicted
+            yield "kvtier:retain_refused_blocks", label, tier.retain_refused
+            yield "kvtier:released_blocks", label, tier.released
             yield "kvtier:corrupt_blocks", label, tier.corrupt
             yield "kvtier:dropped_blocks", label, tier.dropped
             ahead = found.prefetch
@@ -205,6 +250,8 @@ class Meter:
             yield "kvtier:left_blocks", (name,), costs.refused
             yield "kvtier:probed_blocks", (name,), costs.probed
         yield "kvtier:prefetch_saved_seconds", (), found.prefetch.saved_seconds
+        for reason, count in self._manager.hints.ignored.items():
+            yield "kvtier:ignored_hints", (reason,), count
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:late_loads", (), self._manager.late_loads
         yield "kvtier:copied_bytes", (), self._copied
@@ -223,6 +270,10 @@ class Meter:
             yield "kvtier:bytes_used", label, tier.bytes_used
             yield "kvtier:bytes_capacity", label, tier.bytes_capacity
             yield "kvtier:pinned_blocks", label, tier.pinned
+            yield "kvtier:retained_blocks", label, tier.retained
+        for tier, budget in zip(found.tiers, found.budgets, strict=False):
+            if budget is not None:
+                yield from _written(budget, (tier.medium,))
         for link in found.links:
             yield "kvtier:waiting_blocks", (link.target,), link.waiting
             yield "kvtier:behind_blocks", (link.target,), link.behind

@@ -65,7 +65,7 @@ class Server:
         if stack is None:
             command = [sys.executable, "-m", SERVER, "--model", model, *flags]
         else:
-            command = [str(Path(sys.executable).with_name("kvtier")), "serve", model]
+            command = [sys.executable, "-P", "-m", "kvtier", "serve", model]
             command += ["--config", str(stack), "--", *flags]
         with log.open("ab") as output:
             process = subprocess.Popen(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu_beside
-from benchmarks.gpu_arena import LOAD, STORE
-from benchmarks.gpu_beside import Duplex
-from benchmarks.gpu_timeline import Span, tell
+from benchmarks.gpu import beside
+from benchmarks.gpu.arena import LOAD, STORE
+from benchmarks.gpu.beside import Duplex
+from benchmarks.gpu.timeline import Span, tell
 from benchmarks.report import Report
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.device.copy_plan import Blocks
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 _PARTS = """
 import os
 import time
-from benchmarks.gpu_parts import answer_of, run_part
+from benchmarks.gpu.parts import answer_of, run_part
 from benchmarks.report import Report
 
 def ends(part):
@@ -114,8 +114,8 @@ def test_slow_turns_are_fewer(monkeypatch: pytest.MonkeyPatch, seconds: float, t
         now += seconds
         return (now,)
 
-    monkeypatch.setattr(gpu_beside.time, "perf_counter", lambda: now)
-    assert gpu_beside._repeated(turn) == [(seconds * (at + 2),) for at in range(turns)]
+    monkeypatch.setattr(beside.time, "perf_counter", lambda: now)
+    assert beside._repeated(turn) == [(seconds * (at + 2),) for at in range(turns)]
 
 
 def test_a_timeline_says_how_long_the_link_is_idle_and_what_is_there_at_once() -> None:

@@ -57,7 +57,7 @@ def test_what_was_told_once_stays_as_it_was_told() -> None:
     counts = Tally(MEDIA, NAMESPACE)
     counts.found(1, make_keys(2))
     counts.failed(1, [Outcome.GONE])
-    told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0))
+    told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0), [])
     counts.looked_up([NOWHERE])
     counts.found(1, make_keys(3))
     counts.failed(1, [Outcome.GONE, Outcome.CORRUPT])

@@ -54,11 +54,11 @@ def test_written_blocks_are_settled_a_few_at_a_time() -> None:
 
 def test_what_was_forgotten_while_it_waited_waits_again_when_it_comes_again() -> None:
     link = Link(LinkPlan(0, 1, WritePolicy.THROUGH, Admission.ALWAYS), "disk", 8, 8)
-    link.committed(KEYS[:4])
+    link.committed(KEYS[:4], 0.0)
     link.forget(KEYS[1:3])
-    link.committed(KEYS[1:2])
+    link.committed(KEYS[1:2], 0.0)
     link.forget()
-    link.committed(KEYS[:2])
+    link.committed(KEYS[:2], 0.0)
     assert link.take(8) == KEYS[:2]
 
 
@@ -76,25 +76,25 @@ def open_link(write: WritePolicy = WritePolicy.THROUGH, queue: int = 4, window: 
 
 def test_a_link_queues_each_key_once_and_in_order() -> None:
     link = open_link()
-    link.committed(KEYS[:3])
-    link.committed(KEYS[1:4])
+    link.committed(KEYS[:3], 0.0)
+    link.committed(KEYS[1:4], 0.0)
     assert link.backlog == 4
     assert link.take(2) == KEYS[:2]
-    link.committed(KEYS[:1])
+    link.committed(KEYS[:1], 0.0)
     assert link.take(10) == [KEYS[2], KEYS[3], KEYS[0]]
     assert link.take(1) == []
 
 
 def test_a_link_counts_what_it_has_no_room_for() -> None:
     link = open_link(queue=3)
-    link.committed(KEYS[:5])
+    link.committed(KEYS[:5], 0.0)
     assert link.stats.drops == {"full": 2}
     assert (link.stats.offered, link.stats.admitted) == (5, 3)
-    link.committed(KEYS[5:7])
+    link.committed(KEYS[5:7], 0.0)
     assert link.stats.drops == {"full": 4}
     assert link.backlog == 3
     link.take(1)
-    link.committed(KEYS[6:8])
+    link.committed(KEYS[6:8], 0.0)
     assert link.stats.drops == {"full": 5}
 
 
@@ -107,10 +107,10 @@ def test_a_link_counts_what_failed() -> None:
 
 def test_a_link_forgets() -> None:
     link = open_link()
-    link.committed(KEYS[:4])
+    link.committed(KEYS[:4], 0.0)
     link.forget(KEYS[1:3])
     assert link.take(9) == [KEYS[0], KEYS[3]]
-    link.committed(KEYS[:4])
+    link.committed(KEYS[:4], 0.0)
     link.forget()
     assert link.backlog == 0
 
@@ -130,14 +130,14 @@ def test_a_link_remembers_a_bounded_number_that_it_missed() -> None:
 
 def test_a_link_that_waits_for_eviction_is_offered_nothing() -> None:
     link = open_link(WritePolicy.ON_EVICT)
-    link.committed(KEYS)
+    link.committed(KEYS, 0.0)
     assert link.backlog == 0
     assert link.pressed
 
 
 def test_what_was_used_twice_is_admitted_by_such_a_link_and_waits_for_eviction_too() -> None:
     link = Link(LinkPlan(0, 1, WritePolicy.ON_EVICT, Admission.SECOND_TOUCH), "nvme", 4, 100)
-    link.committed(KEYS)
+    link.committed(KEYS, 0.0)
     link.used(KEYS[:3])
     assert link.admitted(KEYS) == KEYS[:3]
     assert (link.backlog, link.stats.offered) == (0, 0)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.belady import replay_belady
+from benchmarks.eviction.belady import replay_belady
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.adaptive.block_kinds import (
     KINDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -10,7 +11,7 @@ from kvtier.cli import console
 from kvtier.cli.console import options
 from kvtier.cli.inspection.inspectors import AnyInspector, end_with_troubles, look
 from kvtier.config import load
-from kvtier.core.inspection.contents import Cell
+from kvtier.core.inspection.contents import Cell, Writes
 from kvtier.observe import human
 
 app = console.new_app()
@@ -56,6 +57,7 @@ def _plain(inspector: AnyInspector) -> dict[str, object]:
         "block_bytes": None if contents.unseen else sum(part.bytes for part in contents.parts),
         "namespaces": msgspec.to_builtins(contents.parts),
         "strangers": contents.strangers,
+        "writes": msgspec.to_builtins(inspector.writes()),
         "troubles": contents.troubles,
     }
 
@@ -76,6 +78,9 @@ def _show(inspector: AnyInspector) -> None:
     values["  blocks"] = _UNKNOWN if contents.unseen else held
     if contents.free is not None:
         values["  free there"] = human.size(contents.free)
+    writes = inspector.writes()
+    if writes is not None:
+        values |= _written(writes)
     console.print_values(values)
     for part in contents.parts:
         room = contents.capacity or contents.used
@@ -90,6 +95,24 @@ def _show(inspector: AnyInspector) -> None:
     if contents.strangers:
         names = ", ".join(contents.strangers[:3]).replace("\n", "\ufffd")
         console.say(f"  also there, not kvtier's: {names} ({len(contents.strangers)} in all)")
+
+
+def _written(writes: Writes) -> dict[str, object]:
+    """What was written to a medium that wears, and what may be."""
+    values: dict[str, object] = {}
+    if writes.written is not None and writes.since is not None:
+        age = human.duration(max(0.0, time.time() - writes.since))
+        values["  written"] = f"{human.size(writes.written)} in {age}"
+    if writes.per_day is not None:
+        left = "" if writes.left is None else f", {human.size(writes.left)} now"
+        values["  may be written"] = f"{human.size(writes.per_day)} a day{left}"
+    for number, drive in enumerate(writes.drives, 1):
+        said = drive.problem
+        if drive.written is not None:
+            said = f"{human.size(drive.written)} written, {drive.percent_used} % of its life used"
+        name = f"{drive.device}: " if drive.device else ""
+        values["  drive" + f" {number}" * (len(writes.drives) > 1)] = f"{name}{said}"
+    return values
 
 
 def _picture(cells: Iterable[Cell]) -> str:

@@ -17,10 +17,9 @@ from kvtier.cli.inspection.inspectors import (
     end_with_troubles,
     known_namespaces,
     look,
-    parts_of,
     troubles_of,
 )
-from kvtier.cli.inspection.namespaces import find_namespace, say_two_names
+from kvtier.cli.inspection.namespaces import asked_namespace, say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
@@ -41,6 +40,8 @@ class Run(msgspec.Struct):
     key: str
     """Of the first of them."""
     tiers: list[str]
+    retained: bool
+    """Whether one of the tiers evicts them last, because somebody asked for it."""
     groups: list[int]
     """The cache groups that are there; of windowed layers only the last chunks are ever stored."""
 
@@ -99,7 +100,7 @@ def explain(
     if not known:
         end_with_troubles(inspectors)
         raise KVTierError("this stack holds nothing yet: there is nothing that a prompt could hit")
-    asked = _asked(inspectors, known, namespace, model)
+    asked = asked_namespace(inspectors, known, namespace, model)
     console.note("reading the prompts")
     prompts = read_prompts(file, model or known[asked].facts.get("model"))
     answers = []
@@ -110,10 +111,11 @@ def explain(
         except KVTierError as error:
             problems[name] = str(error)
             continue
+        kept = {key for each in inspectors for key in each.holds(name)}
         asked_for = [chunk_keys(prompt, known[name]) for prompt in prompts.known]
         held = _held(inspectors, name, {key for each in asked_for for keys in each for key in keys})
         for prompt, chunks in zip(prompts.known, asked_for, strict=True):
-            answers.append(_answer(prompt, chunks, name, known, asked, held))
+            answers.append(_answer(prompt, chunks, name, known, asked, held, kept))
     if json:
         rows = {"answers": answers, "problems": problems, "skipped": prompts.skipped}
         console.print_json({"asked": asked, **rows, "troubles": troubles_of(inspectors)})
@@ -123,30 +125,6 @@ def explain(
         prompts.say_skipped(console.warn)
     hit = any(answer.hits for answer in answers if answer.namespace == asked)
     end_with_troubles(inspectors, failed=not hit)
-
-
-def _asked(
-    inspectors: Inspectors, known: Mapping[str, Namespace], wanted: str | None, model: str | None
-) -> str:
-    """The namespace that is asked about: named, or of those of the model that is named the one in
-    use, or with the newest block."""
-    if wanted is not None:
-        name = find_namespace(inspectors, wanted)
-        if name not in known:
-            raise KVTierError(f"nothing here says what {name} means: its namespace.json is missing")
-        return name
-    if model is not None:
-        called = {Path(model).absolute().name, Path(model).resolve().name}
-        of_it = {name: each for name, each in known.items() if each.model in called}
-        if not of_it:
-            console.warn(
-                f"nothing here is of a model called {model}: its tokenizer is all it gives"
-            )
-        known = of_it or known
-    parts = [part for part in parts_of(inspectors) if part.namespace in known]
-    if not parts:
-        return min(known)
-    return max(parts, key=lambda part: (part.in_use is True, part.newest or 0.0)).namespace
 
 
 def _held(
@@ -174,16 +152,18 @@ def _answer(
     known: Mapping[str, Namespace],
     asked: str,
     held: Mapping[BlockKey, list[str]],
+    kept: Set[BlockKey],
 ) -> Answer:
     namespace = known[name]
     groups = [[at for at, key in enumerate(keys) if key in held] for keys in chunks]
     tiers = [list(dict.fromkeys(t for key in keys for t in held.get(key, []))) for keys in chunks]
+    retained = [any(key in held and key in kept for key in keys) for keys in chunks]
     runs = []
-    for (where, which), numbered in groupby(
-        enumerate(zip(tiers, groups, strict=True)), key=lambda pair: pair[1]
+    for (where, which, last), numbered in groupby(
+        enumerate(zip(tiers, groups, retained, strict=True)), key=lambda pair: pair[1]
     ):
         span = [at for at, _ in numbered]
-        runs.append(Run(span[0], span[-1], chunks[span[0]][0].hex(), where, which))
+        runs.append(Run(span[0], span[-1], chunks[span[0]][0].hex(), where, last, which))
     hits = _hits(groups, len(namespace.group_bytes))
     differences = known[asked].differences(namespace)
     return Answer(
@@ -222,6 +202,7 @@ def _show(answers: list[Answer], problems: Mapping[str, str]) -> None:
             where = ", ".join(run.tiers) or "nowhere"
             if run.tiers and any(run.groups != each.groups for each in answer.runs if each.tiers):
                 where += f" (cache groups {', '.join(map(str, run.groups))})"
+            where += " (retained)" if run.retained else ""
             console.say(f"  chunks {run.first}-{run.last}  {run.key[:12]}  {where}")
         if not answer.chunks:
             console.say("  it is shorter than one chunk: nothing of it is ever stored")

@@ -22,7 +22,7 @@ from kvtier.cli.inspection.inspectors import (
 )
 from kvtier.cli.inspection.namespaces import age, count, find_namespace, in_use, say_two_names
 from kvtier.config import load
-from kvtier.core.inspection import Depth, Part
+from kvtier.core.inspection import Block, Depth, Part
 from kvtier.observe import human
 from kvtier.types import Namespace, group_of
 
@@ -89,8 +89,12 @@ def _list_namespaces(inspectors: Inspectors, json: bool) -> None:
         columns = ["tier", "namespace", "model", "layout", "blocks", "size", "hits", "last hit"]
         columns += ["newest", "in use"]
         rows = [_row(part, known.get(part.namespace)) for part in parts]
+        if any(part.retained for part in parts):
+            columns.insert(5, "retained")
+            for row, part in zip(rows, parts, strict=True):
+                row.insert(5, str(part.retained))
         if console.fits(columns, rows):
-            console.print_table(columns, rows, numbers=columns[4:9])
+            console.print_table(columns, rows, numbers=columns[4:-1])
         else:
             _print_by_namespace(columns, rows)
         say_two_names(known)
@@ -105,7 +109,7 @@ def _print_by_namespace(columns: list[str], rows: list[list[str]]) -> None:
         if index:
             console.say()
         console.say_wrapped(name, 2)
-        console.print_table([columns[0], *columns[4:]], own, numbers=columns[4:9])
+        console.print_table([columns[0], *columns[4:]], own, numbers=columns[4:-1])
 
 
 def _row(part: Part, namespace: Namespace | None) -> list[str]:
@@ -137,9 +141,14 @@ def layout_of(facts: Mapping[str, str]) -> str:
     return " ".join(words)
 
 
+def _state(block: Block, *, retained: bool) -> str:
+    return "quarantined" if block.quarantined else "retained" if retained else ""
+
+
 def _list_blocks(inspectors: Inspectors, namespace: str, limit: int, json: bool) -> None:
     blocks = list(islice(blocks_of(inspectors, namespace), limit + 1))
     more, blocks = len(blocks) > limit, blocks[:limit]
+    holds = {each.tier: each.holds(namespace) for each in inspectors}
     if json:
         rows = [
             {
@@ -151,6 +160,7 @@ def _list_blocks(inspectors: Inspectors, namespace: str, limit: int, json: bool)
                 "hits": block.hits,
                 "used": block.used,
                 "quarantined": block.quarantined,
+                "retained": [hold.session for hold in holds[block.tier].get(block.key, ())],
                 "where": block.where,
             }
             for block in blocks
@@ -170,11 +180,11 @@ def _list_blocks(inspectors: Inspectors, namespace: str, limit: int, json: bool)
             count(block.hits),
             age(block.used),
             age(block.stored_at),
-            "quarantined" if block.quarantined else "",
+            _state(block, retained=block.key in holds[block.tier]),
         ]
         for block in blocks
     ]
-    if not any(block.quarantined for block in blocks):
+    if not any(row[-1] for row in table):
         columns, table = columns[:-1], [row[:-1] for row in table]
     console.print_table(columns, table, numbers=columns[2:7])
     if more:

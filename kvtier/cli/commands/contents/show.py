@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,9 +21,10 @@ from kvtier.cli.inspection.inspectors import (
     parts_of,
     troubles_of,
 )
-from kvtier.cli.inspection.namespaces import age, count, find_namespace, in_use
+from kvtier.cli.inspection.namespaces import age, count, find_namespace, in_use, left
 from kvtier.config import load
-from kvtier.core.inspection import Block, Depth
+from kvtier.core.inspection import Block, Depth, Hold
+from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.errors import KVTierError
 from kvtier.observe import human
 from kvtier.types import KEY_BYTES_MAX, Difference, Namespace, group_of
@@ -98,7 +100,7 @@ def _show_namespace(
         )
     console.say()
     console.print_table(
-        ["tier", "blocks", "size", "hits", "last hit", "quarantined", "in use"],
+        ["tier", "blocks", "size", "hits", "last hit", "quarantined", "retained", "in use"],
         [
             [
                 f"{part.tier} {part.kind}",
@@ -107,11 +109,12 @@ def _show_namespace(
                 count(part.hits),
                 age(part.used),
                 part.quarantined,
+                part.retained,
                 in_use(part),
             ]
             for part in parts
         ],
-        numbers=["blocks", "size", "hits", "last hit", "quarantined"],
+        numbers=["blocks", "size", "hits", "last hit", "quarantined", "retained"],
     )
     for other, differences in apart.items():
         console.say()
@@ -149,8 +152,16 @@ def _show_blocks(
     if not found:
         where = looked_at(inspectors)
         raise KVTierError(f"no block and no namespace {where} begins with {text!r}: see kvtier ls")
+    holds = {
+        (each.tier, name): each.holds(name)
+        for each in inspectors
+        for name in {block.namespace for block in found}
+    }
     with Provers(inspectors, known) as provers:
-        rows = [_describe(block, provers) for block in found]
+        rows = [
+            _describe(block, provers, holds[block.tier, block.namespace].get(block.key, ()))
+            for block in found
+        ]
     if json:
         console.print_json(rows)
     else:
@@ -163,13 +174,21 @@ def _show_blocks(
                 "age": age(row["stored_at"]),
                 "hits": count(row["hits"]),
                 "last hit": age(row["used"]),
+                "retained": "; ".join(map(_said_of, row["retained"])) or "no",
             }
             del shown["stored_at"], shown["used"]
             console.print_values(shown)
     return any(row["record"].startswith("bad") for row in rows)
 
 
-def _describe(block: Block, provers: Provers) -> dict[str, Any]:
+def _said_of(hold: Mapping[str, Any]) -> str:
+    session = hold["session"]
+    who = "pinned" if session == PINNED else f"session {session}" if session else "no session"
+    end = "until it is unpinned" if hold["until"] is None else f"for {left(hold['until'])}"
+    return f"{who}, {end}"
+
+
+def _describe(block: Block, provers: Provers, holds: Sequence[Hold]) -> dict[str, Any]:
     if block.quarantined:
         record = "quarantined: it failed its check when it was read"
     else:
@@ -185,5 +204,9 @@ def _describe(block: Block, provers: Provers) -> dict[str, Any]:
         "stored_at": block.stored_at,
         "hits": block.hits,
         "used": block.used,
+        "retained": [
+            {"session": hold.session, "until": None if hold.until == math.inf else hold.until}
+            for hold in holds
+        ],
         "record": record,
     }

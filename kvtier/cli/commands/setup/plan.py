@@ -20,6 +20,7 @@ from kvtier.cli.measuring.expectations import (
 )
 from kvtier.cli.measuring.tier_speeds import Size, measure
 from kvtier.cli.measuring.trace_sweep import Row, plot, run_sweep, show_sweep
+from kvtier.cli.measuring.write_budgets import BudgetRow, run_budgets, show_budgets
 from kvtier.config import StackConfig, load
 from kvtier.core.costs.load_runs import DEVICE
 from kvtier.core.eviction.traces.trace import read_trace
@@ -91,7 +92,7 @@ def plan(
     json: options.JsonOption = False,
 ) -> None:
     """Say how many tokens each tier holds, from which length on loading beats recomputing, and how
-    long the first token takes; with a trace, hits by tier for several sizes.
+    long the first token takes; with a trace, hits by tier for several sizes and write budgets.
 
     The answer is computed from rates that are measured or given, and says what it leaves out.
     """
@@ -105,11 +106,11 @@ def plan(
     links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
-    rows: list[Row] = []
+    rows, budgets = list[Row](), list[BudgetRow]()
     if requests is not None:
-        of_each = block_tokens or _BLOCK_TOKENS
-        rows = run_sweep(stack, expectation, requests, of_each, factors, exact)
-    _report(expectation, rows, json)
+        asked = (stack, expectation, requests, block_tokens or _BLOCK_TOKENS)
+        rows, budgets = run_sweep(*asked, factors, exact), run_budgets(*asked, exact)
+    _report(expectation, rows, budgets, json)
     if svg is not None:
         plots.write(svg, plot(rows))
 
@@ -165,14 +166,19 @@ def _links(
     return links
 
 
-def _report(expectation: Expectation, rows: list[Row], json: bool) -> None:
+def _report(
+    expectation: Expectation, rows: list[Row], budgets: list[BudgetRow], json: bool
+) -> None:
     if json:
-        console.print_json({"model": expectation, "trace": rows})
+        console.print_json({"model": expectation, "trace": rows, "budgets": budgets})
         return
     _show(expectation)
     if rows:
         console.say()
         show_sweep(rows)
+    if budgets:
+        console.say()
+        show_budgets(budgets)
 
 
 def _show(found: Expectation) -> None:

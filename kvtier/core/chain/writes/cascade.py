@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvtier.core.chain.health import Health
@@ -18,6 +19,9 @@ from kvtier.types import BlockKey, Outcome, Presence
 STEP_BLOCKS = 64
 """The most blocks that one step starts to write into one tier."""
 AHEAD_BLOCKS_MAX = 256
+_STEP_KEYS, _REQUESTS_KEPT = 1024, 1024
+"""From the requests of about so many blocks one step learns, in a millisecond; and so many
+requests wait for that."""
 _TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DROPPED)
 
 
@@ -49,6 +53,8 @@ class Cascade:
                 settings[plan.target].queue_blocks,
                 window,
                 slots[plan.source],
+                slots[plan.target],
+                tiers[plan.target].allowance,
             )
             for plan in plans
         ]
@@ -64,24 +70,44 @@ class Cascade:
         """Tiers of which nobody wants to know what outlived an earlier process."""
         for link in self._links:
             link.pressed = tiers[link.source].recovered > 0
+        self._budgeted = [link for link in self._links if link.dynamic is not None]
+        self._requests: deque[tuple[Sequence[BlockKey], Sequence[bool]]] = deque(
+            maxlen=_REQUESTS_KEPT
+        )
 
-    def committed(self, tier: int, keys: Sequence[BlockKey], origin: int | None = None) -> None:
+    def committed(
+        self, tier: int, keys: Sequence[BlockKey], now: float, origin: int | None = None
+    ) -> None:
         """A tier has these now. If they came up from a lower one, the `origin`, only tiers above
         that may lack them."""
         for link in self._links:
             if link.source == tier and (origin is None or link.target < origin):
-                link.committed(self._lacking(link, keys))
+                self._offer(link, keys, now)
+            elif link.target == origin and link.dynamic is not None:
+                link.dynamic.earned.loaded(keys)
 
     def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those of a prompt's keys that host memory has: it is not the first to use them, though it
         may load none, because the engine itself still has them. None if no link asks for it."""
         if not any(link.listens for link in self._links):
             return []
-        here = self._tiers[HOST].lookup(keys)
-        return [key for key, at in zip(keys, here, strict=True) if at is Presence.HIT]
+        here = [at is Presence.HIT for at in self._tiers[HOST].lookup(keys)]
+        if self._budgeted:
+            self._requests.append((keys, here))
+        return [key for key, held in zip(keys, here, strict=True) if held]
+
+    def _learn(self, left: int) -> None:
+        """Of requests with about so many blocks, what was missed in host memory."""
+        while self._requests and left > 0:
+            keys, here = self._requests.popleft()
+            left -= len(keys)
+            for link in self._budgeted:
+                assert link.dynamic is not None
+                link.dynamic.earned.request(keys, here)
 
     def used(self, keys: Sequence[BlockKey], now: float) -> None:
         """A request has used these, or loads them."""
+        self._learn(1)
         for link in self._links:
             down = self._tiers[link.target].unwell or self._health.down(link.target, now)
             if down and link.touches is None:
@@ -89,7 +115,9 @@ class Cascade:
             again = link.used(keys)
             if again:  # most of them are there already, and must take up no room in the queue
                 lacking = self._lacking(link, again)
-                link.offer(len(lacking), lacking)
+                worthy = link.worthy(lacking, now)
+                if link.write is WritePolicy.THROUGH:
+                    link.offer(len(lacking), worthy)
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> None:
         """Do not write these, or any, that wait."""
@@ -110,12 +138,14 @@ class Cascade:
     def waiting(self) -> bool:
         """Whether something is to be written yet."""
         for link in self._links:  # asked in every step of an engine: no generator
-            if link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT):
+            left = link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
+            if left and not link.awaits_budget:
                 return True
         return bool(self._catch_ups) and any(each.pending for each in self._catch_ups.values())
 
     def step(self, now: float) -> None:
         """Start what there is room for."""
+        self._learn(_STEP_KEYS)
         self._count_lost()
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
             return
@@ -125,10 +155,11 @@ class Cascade:
                 keys = link.take(link.backlog)
                 link.drop("down", len(keys))
                 link.missed(keys)
-                self._pass_on(link, keys)
+                self._pass_on(link, keys, now)
                 link.pressed = False
             elif link.backlog:
-                self._write(link, link.take(min(link.room, STEP_BLOCKS)), now)
+                count = min(link.room, STEP_BLOCKS, link.backlog)
+                self._write(link, link.take(link.affordable(count)), now)
             if link.target in self._catch_ups:
                 self._catch_up(link, self._catch_ups[link.target], now, down=down)
             elif link.pressed:
@@ -146,12 +177,12 @@ class Cascade:
         link.stats.bytes_written += result.bytes_moved
         link.failed(move.failed.values())
         self._health.observe(transfer.target, result.outcomes, now)
-        self.committed(transfer.target, move.committed)
+        self.committed(transfer.target, move.committed, now)
         refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
         # What is full would take the bytes of each, use by use, before it refuses them again.
         full = Outcome.NO_SPACE
         link.missed(key for key in refused if move.failed[key] is not full)
-        self._pass_on(link, refused)
+        self._pass_on(link, refused, now)
         if refused and not move.committed:  # not again before something else wants room above
             link.pressed = False
 
@@ -180,7 +211,7 @@ class Cascade:
                 keys, left = self._carry(link, source, keys, now, old=old)
                 lacking = self._lacking(link, left)
                 link.missed(lacking)
-                self._pass_on(link, lacking)
+                self._pass_on(link, lacking, now)
         if keys:  # what was used while it was on its way up, from there or past it, is not gone
             here = self._tiers[HOST].lookup(self._lacking(link, keys))
             link.drop("gone", here.count(Presence.MISS))
@@ -195,7 +226,7 @@ class Cascade:
             return
         # What the tier below has, or will have, is lost to nobody when it is evicted.
         alone = self._lacking(link, link.admitted(source.victims(short)))
-        keys = alone[: min(link.room, STEP_BLOCKS)]
+        keys = alone[: link.affordable(min(link.room, STEP_BLOCKS, len(alone)))]
         link.pressed = len(keys) < len(alone)
         if keys:
             under_way = link.stats.in_flight
@@ -224,12 +255,16 @@ class Cascade:
         left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
         return absent, left
 
-    def _pass_on(self, link: Link, keys: Sequence[BlockKey]) -> None:
-        """What a tier has no room for, or cannot write, may go to the one below all the same."""
+    def _pass_on(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+        """What a tier has no room for, cannot write, or may not, may go to the one below all the
+        same."""
         if keys:
             for below in self._links:
                 if below.source == link.target:
-                    below.committed(self._lacking(below, keys))
+                    self._offer(below, keys, now)
+
+    def _offer(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+        self._pass_on(link, link.committed(self._lacking(link, keys), now), now)
 
     def _count_lost(self) -> None:
         """Count what was evicted before there was time to write it down."""

@@ -62,9 +62,10 @@ class CatchUp:
         keys: list[BlockKey] = []
         if not (down or target.unwell or target.learning or now < self._not_before):
             if not self._ready:
-                self._look()
+                self._look(now)
                 self._patient_until = now + PATIENCE_S
-            keys = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
+            count = self._link.affordable(min(room, len(self._ready)))
+            keys = [self._ready.popleft() for _ in range(count)]
             self._begun += keys
         self.pending = self.behind > 0 and now < self._patient_until
         return keys
@@ -101,7 +102,7 @@ class CatchUp:
             self._not_before = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
 
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """Look at some more. Of a tier that holds more than the one below only the hottest may
         push anything out there, or every restart would write the same blocks again."""
         left = max(self._holds - self._looked_at, self._target.stats().free)
@@ -114,7 +115,9 @@ class CatchUp:
         lacking = [at for at, found in enumerate(below) if found is Presence.MISS]
         touches = self._link.touches
         if touches is None:
-            self._ready.extend(keys[at] for at in lacking)
+            left_over = [keys[at] for at in lacking]
+            used = [1 + uses[at] for at in lacking]  # its first use was the one that stored it
+            self._ready.extend(self._link.worthy(left_over, now, used))
             return
         # Its first use was the one that stored it.
         self._ready.extend(keys[at] for at in lacking if uses[at])

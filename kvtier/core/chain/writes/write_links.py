@@ -9,6 +9,8 @@ import msgspec
 
 from kvtier.core.chain.plan import LinkPlan
 from kvtier.core.settings import Admission, WritePolicy
+from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.core.wear.dynamic_admission import DynamicAdmission
 from kvtier.types import BlockKey, Outcome
 
 FINGERPRINT_BYTES = 12
@@ -31,7 +33,8 @@ class LinkStats(msgspec.Struct):
     at, and written, in the background."""
     drops: dict[str, int] = {}
     """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
-    is failing), "refused" (by the mover)."""
+    is failing), "refused" (by the mover), "budget" (others are worth more of what may be
+    written)."""
     failures: dict[str, int] = {}
     """Blocks whose transfer failed, by outcome."""
 
@@ -75,9 +78,16 @@ class Link:
     """The way into one tier. Bounded: what waits, and what is under way and so holds pins above."""
 
     def __init__(
-        self, plan: LinkPlan, target: str, queue_blocks: int, window: int, above: int = 0
+        self,
+        plan: LinkPlan,
+        target: str,
+        queue_blocks: int,
+        window: int,
+        above: int = 0,
+        below: int = 0,
+        allowance: WriteAllowance | None = None,
     ) -> None:
-        """`above` is how many blocks the tier above holds."""
+        """`above` and `below` are how many blocks the tiers hold; `allowance` is the target's."""
         self.source = plan.source
         self.target = plan.target
         self.write = plan.write
@@ -85,6 +95,9 @@ class Link:
         # used twice, uses have to be remembered for as many blocks more as that tier holds.
         touches = Touches(TOUCHES_KEPT + above)
         self.touches = touches if plan.admission is Admission.SECOND_TOUCH else None
+        self.allowance = allowance
+        remembered = TOUCHES_KEPT + above + below
+        self.dynamic = None if allowance is None else DynamicAdmission(remembered)
         self.stats = LinkStats(target)
         self.pressed = False
         """Whether the tier above took something in since it was last looked at."""
@@ -109,19 +122,50 @@ class Link:
         """How many blocks wait."""
         return len(self._waiting)
 
-    def committed(self, keys: Sequence[BlockKey]) -> None:
-        """The tier above has these now, which this one lacks."""
+    def affordable(self, count: int) -> int:
+        """How many of the next so many blocks may be written at this moment."""
+        return count if self.allowance is None else self.allowance.blocks(count)
+
+    @property
+    def awaits_budget(self) -> bool:
+        """Whether nothing may be written for a while."""
+        allowance = self.allowance
+        return allowance is not None and allowance.level < allowance.block_bytes
+
+    def committed(self, keys: Sequence[BlockKey], now: float) -> Sequence[BlockKey]:
+        """The tier above has these now, which this one lacks; answers with those that are not
+        written for want of budget."""
         self.pressed = True
         admitted = keys if self.touches is None else self.touches.note(keys)
+        worthy = self.worthy(admitted, now)
+        if self.write is not WritePolicy.THROUGH:
+            return []
+        self.offer(len(keys), worthy)
+        chosen = set(worthy) if len(worthy) < len(admitted) else admitted
+        return [key for key in admitted if key not in chosen] if chosen is not admitted else []
+
+    def worthy(
+        self, keys: Sequence[BlockKey], now: float, uses: Sequence[int] = ()
+    ) -> Sequence[BlockKey]:
+        """Those on which the write budget is best spent; all where there is none. `uses` says how
+        often each was used, of blocks that outlived a restart."""
+        if self.dynamic is None or self.allowance is None:
+            return keys
+        room = self.allowance.level / self.allowance.block_bytes - len(self._waiting)
+        worthy = self.dynamic.select(keys, room, now, uses)
         if self.write is WritePolicy.THROUGH:
-            self.offer(len(keys), admitted)
+            self.drop("budget", len(keys) - len(worthy))
+        return worthy
 
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """A request has used these, wherever they were; answers with those that are to be offered
-        now, because it was their second use or the tier missed them, unless it has them."""
+        now, because it was their second use or the tier missed them, unless it has them. Within a
+        budget each use is one more chance."""
         if self.touches is not None:
             again = self.touches.note(keys)
             return again if self.write is WritePolicy.THROUGH else []
+        if self.dynamic is not None:
+            return keys
         again = [key for key in keys if key in self._missed] if self._missed else []
         for key in again:
             self._missed.pop(key, None)
@@ -130,19 +174,20 @@ class Link:
     @property
     def listens(self) -> bool:
         """Whether it matters to this link what is used."""
-        return self.touches is not None or bool(self._missed)
+        return self.touches is not None or self.dynamic is not None or bool(self._missed)
 
     def missed(self, keys: Iterable[BlockKey]) -> None:
         """The tier was down, or had no room, when these came: whoever uses one of them offers it
         again. Of very many the oldest are forgotten."""
-        if self.write is WritePolicy.THROUGH and self.touches is None:
+        if self.write is WritePolicy.THROUGH and self.touches is None and self.dynamic is None:
             self._missed.update(dict.fromkeys(keys))
             while len(self._missed) > MISSED_KEPT:
                 self._missed.popitem(last=False)
 
     def admitted(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Those that this link would take."""
-        return keys if self.touches is None else self.touches.twice(keys)
+        admitted = keys if self.touches is None else self.touches.twice(keys)
+        return admitted if self.dynamic is None else self.dynamic.admitted(admitted)
 
     def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
         """Let those that are admitted of so many wait to be written, as far as there is room."""

@@ -1,0 +1,1 @@
+"""Eviction policies and write budgets on workloads and traces."""

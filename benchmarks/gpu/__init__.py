@@ -1,0 +1,1 @@
+"""Benchmarks of copies between host memory and a GPU."""

@@ -1,0 +1,1 @@
+"""Servers on one disk and one bucket, for hours, with incidents."""

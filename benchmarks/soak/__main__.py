@@ -1,0 +1,288 @@
+"""Hours of two servers on one disk and one bucket, both far too small, while everything goes wrong.
+
+    make bench-soak      # MINUTES=60 SEED=1 FOLDER=... (kept if named) JSON=figures.json
+
+Two `kvtier serve` and a plain vLLM, which says what the answers must be. Clients ask, go away and
+talk on; at random moments processes are killed and stopped, the bucket is down, the disk is full,
+bytes are flipped, and commands run beside it all. One of the two servers is never restarted, so
+that it shows what a long life costs. In between everything rests, and is weighed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.report import Report
+from benchmarks.soak.incidents import Incidents, say
+from benchmarks.soak.load import Load, Reference
+from benchmarks.soak.servers import (
+    BUCKET_BYTES,
+    CPU_BYTES,
+    DISK_BYTES,
+    MIB,
+    THREADS,
+    Member,
+    Peaks,
+    Places,
+    Weight,
+    build_model,
+)
+
+MINUTES = float(os.environ.get("MINUTES", "60"))
+SEED = int(os.environ.get("SEED", "1"))
+_SAMPLE_EVERY_S = 45.0
+_SPAN = 300
+"""A process that has answered fewer requests tells nothing of growth."""
+_RECORD_BYTES = 2 * MIB
+_AT_REST = ("kvtier:queued_blocks", "kvtier:waiting_blocks", "kvtier:pinned_blocks")
+
+
+class Sample(msgspec.Struct):
+    """One process at rest, after so many requests of its server."""
+
+    requests: int
+    weight: Weight
+
+
+class Soak:
+    """Servers, places and clients, what was done to them, and what was found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = build_model()
+        self.places = Places(folder)
+        self.plain = Member("plain", self.model, folder, None)
+        self.kept = [
+            Member(name, self.model, folder, self.places.stack(name))
+            for name in ("mortal", "lasting")
+        ]
+        self.members = [self.plain, *self.kept]
+        log = folder / "commands.log"
+        mortal, lasting = self.kept
+        self.incidents = Incidents(self.places, mortal, lasting, random.Random(SEED), log)
+        self.odd = self.incidents.odd
+        self.restless = 0
+        self.samples: dict[tuple[str, int], list[Sample]] = {}
+        self._counters: dict[tuple[str, int], dict[object, float]] = {}
+        self.totals: Counter[str] = Counter()
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def look_for_deaths(self) -> None:
+        for member in self.members:
+            if member.up and not member.alive:
+                self.incidents.deaths += 1
+                self.odd(f"{member.name} died by itself")
+                member.end("all killed")
+                member.start()
+
+    def sample(self) -> None:
+        """At rest: what every process holds, and whether anything is still under way."""
+        self.incidents.join()
+        for member in self.kept:
+            self._rest(member)
+        for member in self.members:
+            for pid, weight in member.weights().items():
+                found = self.samples.setdefault((f"{member.name} {weight.role}", pid), [])
+                found.append(Sample(member.requests, weight))
+        with (self.folder / "samples.jsonl").open("ab") as log:
+            log.write(msgspec.json.encode([time.time(), self._last()]) + b"\n")
+
+    def _last(self) -> dict[str, Sample]:
+        return {f"{role} {pid}": found[-1] for (role, pid), found in self.samples.items()}
+
+    def _rest(self, member: Member) -> None:
+        try:
+            member.server.settle()
+            found = member.server.metrics()
+        except (OSError, HTTPException) as error:
+            self.odd(f"{member.name} does not tell its metrics: {error}")
+            return
+        moving = {
+            f"{name} {dict(labels)}": value
+            for (name, labels), value in found.items()
+            if name in _AT_REST and value
+        }
+        if moving:
+            self.restless += 1
+            self.odd(f"{member.name} is not at rest: {moving}")
+        counters: dict[object, float] = {
+            key: value
+            for key, value in found.items()
+            if key[0].startswith("kvtier:") and key[0].endswith("_total")
+        }
+        before = self._counters.get((member.name, member.life), {})
+        for key, value in before.items():
+            if counters.get(key, 0.0) < value:
+                self.odd(f"{member.name}: {key} fell from {value} to {counters.get(key)}")
+        for key, value in counters.items():
+            assert isinstance(key, tuple)
+            labels = " ".join(sorted(each for _, each in key[1]))
+            self.totals[f"{key[0]} {labels}".strip()] += int(value - before.get(key, 0.0))
+        self._counters[member.name, member.life] = counters
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def run(self) -> Load:
+        for member in self.members:
+            member.start()
+        load = Load(self.kept, Reference(self.plain), SEED, self.folder / "answers.jsonl")
+        end = time.monotonic() + MINUTES * 60
+        sample_at = time.monotonic() + _SAMPLE_EVERY_S
+        load.go()
+        while time.monotonic() < end:
+            self.incidents.pause(2, 8)
+            self.look_for_deaths()
+            if time.monotonic() >= sample_at and not self.incidents.restarting:
+                load.rest()
+                self.sample()
+                load.go()
+                say(f"{dict(load.counts)}, {self.places.taken()['disk'] >> 20} MiB on disk")
+                sample_at = time.monotonic() + _SAMPLE_EVERY_S
+            else:
+                self.incidents.happen()
+        load.end()
+        self.sample()
+        for member in self.kept:
+            for each in member.end("SIGTERM at rest"):
+                self.odd(each)
+        self.plain.end("all killed")
+        return load
+
+    def close(self) -> None:
+        for member in self.members:
+            with contextlib.suppress(AssertionError):
+                member.server.kill()
+        self.places.close()
+
+
+def growth(lives: Sequence[Sequence[Sample]], what: str) -> float | None:
+    """What a process has more of after a thousand requests, by least squares over the second half
+    of each life that was long enough to tell."""
+    above = below = 0.0
+    for life in lives:
+        warm = [each for each in life if each.requests >= life[-1].requests / 2]
+        if len(warm) < 3 or warm[-1].requests - warm[0].requests < _SPAN:
+            continue
+        center = sum(each.requests for each in warm) / len(warm)
+        for each in warm:
+            above += (each.requests - center) * getattr(each.weight, what)
+            below += (each.requests - center) ** 2
+    return above / below * 1000 if below else None
+
+
+_LEVEL = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+_VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+(\.\d+)?")
+
+
+def read_log(path: Path) -> tuple[int, Counter[str]]:
+    """Tracebacks that go through kvtier, and how often each warning was said."""
+    tracebacks = 0
+    said: Counter[str] = Counter()
+    inside = False
+    for line in path.read_text(errors="replace").splitlines():
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif inside and ("/kvtier/" in line or "/backends/" in line) and 'File "' in line:
+            tracebacks += 1
+            inside = False
+        elif level := _LEVEL.search(line):
+            said[_VARIES.sub("#", line[level.start() :])[:150]] += 1
+    return tracebacks, said
+
+
+def report(soak: Soak, load: Load, peaks: Peaks, minutes: float) -> None:
+    found = Report(f"soak of {minutes:.0f} minutes, seed {SEED}")
+    found.add("requests answered", load.counts["answered"], "")
+    found.add("requests aborted", load.counts["aborted"], "")
+    found.add("cut off by what was done", load.counts["cut off"], "")
+    found.add("incidents", sum(soak.incidents.done.values()), "")
+    found.at_most("wrong answers", load.counts["wrong"], "", 0)
+    found.at_most("answers with a tie of two tokens", load.counts["ties"], "", 0)
+    found.at_most("requests that failed", load.counts["failed"], "", 0)
+    found.at_most("deaths not of our making", soak.incidents.deaths, "", 0)
+    found.at_most("looks at which something was still under way", soak.restless, "", 0)
+    found.at_most("other things that should not be", len(soak.incidents.strange), "", 0)
+    found.add("longest answer", max(each.seconds_max for each in soak.kept), "s")
+    for name, most, budget in (
+        ("memory", peaks.most["memory"], len(soak.kept) * CPU_BYTES),
+        ("disk", peaks.most["disk"], DISK_BYTES),
+        # One PUT a thread of a server that was killed is beyond all accounts.
+        ("bucket", peaks.most["bucket"], BUCKET_BYTES + 2 * THREADS * _RECORD_BYTES),
+    ):
+        found.at_most(f"{name}, most", most / MIB, "MiB", budget / MIB)
+    for name in ("hit_blocks", "failed_loads", "corrupt_blocks", "mover_restarts", "mistakes"):
+        for key, value in sorted(soak.totals.items()):
+            if key.startswith(f"kvtier:{name}_total"):
+                found.add(key, value, "")
+    found.at_most("exceptions at the border", soak.totals["kvtier:mistakes_total"], "", 0)
+    tracebacks = 0
+    for member in soak.kept:
+        number, said = read_log(member.log)
+        cut = sum(count for text, count in said.items() if "force killing remaining pro" in text)
+        found.add(f"{member.name}: processes that vLLM did not wait for", cut, "")
+        tracebacks += number
+        for text, count in said.most_common(8):
+            say(f"{member.name} {count} x {text}")
+    found.at_most("tracebacks through kvtier", tracebacks, "", 0)
+    add_growth(found, soak)
+    found.finish()
+    for name, count in sorted((soak.incidents.done + soak.incidents.exits).items()):
+        say(f"{count} x {name}")
+    for each in soak.incidents.strange:
+        say(f"ODD: {each}")
+
+
+def add_growth(found: Report, soak: Soak) -> None:
+    """Beside that of the server without kvtier."""
+    lives: dict[str, list[list[Sample]]] = {}
+    for (role, _), samples in soak.samples.items():
+        if not role.endswith("other"):
+            lives.setdefault(role, []).append(samples)
+    for role, each in sorted(lives.items()):
+        for what, unit, scale in (
+            ("memory", "MiB", MIB),
+            ("descriptors", "", 1),
+            ("threads", "", 1),
+        ):
+            more = growth(each, what)
+            if more is not None:
+                found.add(f"{role}: {what}, more in 1000 requests", more / scale, unit)
+
+
+def main() -> None:
+    named = os.environ.get("FOLDER")
+    folder = Path(named or tempfile.mkdtemp(prefix="kvtier-soak-")).absolute()
+    folder.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    soak = Soak(folder)
+    peaks = Peaks(soak.places)
+    try:
+        begin = time.monotonic()
+        load = soak.run()
+        peaks.close()
+        report(soak, load, peaks, (time.monotonic() - begin) / 60)
+        (folder / "totals.json").write_text(json.dumps(soak.totals, indent=1))
+    finally:
+        soak.close()
+        if named is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of tiers, movers and copies between them, without an engine."""

@@ -1,0 +1,156 @@
+"""A day of an engine that only pretends to compute: what its process holds does not grow."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from campaign.children import Child, Say
+from campaign.growth import judge
+from campaign.round import Round, Scenario
+from campaign.stacks import described, idle, payloads, wrong_in
+from kvtier import Stack
+from kvtier.move.process_mover import ProcessMover
+from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import failures
+from kvtier.types import BlockKey, Outcome, Presence
+
+_REQUESTS = 24000
+"""A server with a request in 18 seconds has as many in a day."""
+_LOOK_EVERY = 400
+_PROMPTS = 96
+_PROMPT_BLOCKS = 8
+_BLOCKS = (96, 320, 640)
+"""How many the tiers hold; of 768 that are asked for."""
+_FLAT = {
+    "pins": 0.0,
+    "slots in flight": 0.0,
+    "descriptors": 1.0,
+    "threads": 1.0,
+    "memory": 1 << 20,
+    "mover's memory": 1 << 20,
+    "shared memory": 0.0,
+}
+"""What a thousand requests may add, beyond what their error explains."""
+
+
+class Day(Scenario):
+    name = "day"
+    about = (
+        f"An engine stand-in serves a day's requests ({_REQUESTS:,}), one after the other and as "
+        "fast as it can, through a mover in a process: stores that fail, loads that are given up, "
+        "preemptions, resets, and sleeps in which nobody steps. At rest no slot is pinned or in "
+        "flight; descriptors, threads, memory and shared memory do not grow: a regression line "
+        "over the second half of the day, with its standard error."
+    )
+    share = 2.0
+    limit_s = 300.0
+
+    def play(self, round: Round) -> None:
+        seed = round.dice.randrange(1 << 30)
+        child = Child(lambda say: _serve(say, round.folder, seed))
+        while child.listen(1.0):
+            round.counts["requests"] = sum(map(int, child.told("served")))
+        code = child.wait()
+        for said in child.told("raised") + child.told("wrong"):
+            round.found(f"the engine: {said}")
+        round.check(code == 0, f"the engine ended with {code}")
+        looks: list[dict[str, Any]] = [json.loads(each) for each in child.told("look")]
+        round.counts["requests"] = sum(map(int, child.told("served")))
+        round.counts["blocks loaded and proved"] = sum(map(int, child.told("loaded")))
+        round.counts["looks at rest"] = len(looks)
+        for each in looks:
+            for what in ("pins", "slots in flight"):
+                round.check(not each[what], f"{each[what]} {what} at rest: {each}")
+        judge(round, looks, _FLAT, of="requests")
+
+
+def _serve(say: Say, folder: Path, seed: int) -> None:
+    dice = Random(seed)
+    config = described(folder, blocks=_BLOCKS[0])
+    for tier, blocks in zip(config["tiers"][1:], _BLOCKS[1:], strict=True):
+        tier["capacity"] = config["tiers"][0]["capacity"] * blocks // _BLOCKS[0]
+    config["mover"] = {"mode": "process"}
+    keys = make_keys(_PROMPTS * _PROMPT_BLOCKS)
+    with Stack.open(config, NAMESPACE) as stack:
+        loaded = 0
+        for number in range(1, _REQUESTS + 1):
+            start = min(int(dice.paretovariate(0.7)), _PROMPTS) - 1
+            prompt = keys[start * _PROMPT_BLOCKS :][: dice.randint(1, _PROMPT_BLOCKS)]
+            loaded += _ask(say, stack, dice, prompt)
+            if number % _LOOK_EVERY == 0:
+                idle(stack)
+                say(f"look {json.dumps(_look(stack, folder) | {'requests': number})}")
+                say(f"served {_LOOK_EVERY}")
+        say(f"loaded {loaded}")
+
+
+def _ask(say: Say, stack: Stack, dice: Random, prompt: list[BlockKey]) -> int:
+    """A request: it ends, is aborted, is preempted and begins anew, or is followed by a reset."""
+    what = dice.random()
+    if what < 0.1:
+        _abort_load(stack, prompt)
+        return 0
+    if what < 0.15:
+        reservation = stack.chain.prepare_store(prompt)
+        stack.chain.complete_store(reservation.keys, failures(reservation.keys, Outcome.CANCELLED))
+    found = stack.load(prompt, 20.0)
+    if wrong := wrong_in(found):
+        say(f"wrong bytes for {wrong}")
+    lacking = [key for key in prompt if key not in found]
+    stack.store(payloads(lacking))
+    if what < 0.25:  # preempted: what it has stored is asked for at once, and stored again
+        found |= stack.load(prompt, 20.0)
+        stack.store(payloads(prompt))
+    elif what < 0.252:
+        stack.chain.clear()
+    elif what < 0.26:
+        time.sleep(0.05)  # nobody steps
+    return len(found)
+
+
+def _abort_load(stack: Stack, prompt: list[BlockKey]) -> None:
+    """Begin to load, and leave before it has landed."""
+    chain = stack.chain
+    at = chain.lookup(prompt)
+    hits = [key for key, where in zip(prompt, at, strict=True) if where is Presence.HIT]
+    ticket = chain.begin_load(hits, "aborted", time.monotonic() + 20.0, proves=True)
+    chain.poll()
+    chain.end_load(ticket, {})
+    chain.poll()
+
+
+def _look(stack: Stack, folder: Path) -> dict[str, float]:
+    """What is held at rest, in all processes."""
+    gc.collect()
+    tiers = stack.chain.chain_stats().tiers
+    mover = stack.mover.pid if isinstance(stack.mover, ProcessMover) else None
+    pids = [pid for pid in (os.getpid(), mover) if pid is not None]
+    return {
+        "pins": sum(tier.pinned for tier in tiers),
+        "slots in flight": sum(tier.in_flight for tier in tiers),
+        "descriptors": sum(_count(pid, "fd") for pid in pids),
+        "threads": sum(_count(pid, "task") for pid in pids),
+        "memory": _own_memory(pids[0]),
+        "mover's memory": _own_memory(pids[-1]),
+        "shared memory": sum(path.stat().st_blocks * 512 for path in _files(folder / "host")),
+    }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _count(process: int, what: str) -> int:
+    return sum(1 for _ in Path(f"/proc/{process}/{what}").iterdir())
+
+
+def _own_memory(process: int) -> int:
+    _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

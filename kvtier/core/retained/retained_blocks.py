@@ -1,0 +1,237 @@
+"""Which blocks of a tier are retained: by which sessions, until when, and within which budget."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+
+from kvtier.types import BlockKey
+
+BLOCKS_MAX = 1 << 16
+"""No tier retains more, however large it is: the list of them is kept in memory and in a file."""
+SESSIONS_MAX = 1024
+SESSION_CHARS_MAX = 128
+NO_SESSION = ""
+"""Whose blocks are retained that no session was named for."""
+PINNED = "kvtier:pin"
+"""What `kvtier pin` names: no session of a client is called so (`is_session`)."""
+_RESERVED = "kvtier:"
+_LOOK_FOR_ABSENT_S = 10.0
+_STALE_MAX = 4096
+
+Sessions = Mapping[str, Mapping[BlockKey, float]]
+"""By session its blocks, in the order in which they were retained, each with its end."""
+
+
+def is_session(name: object) -> bool:
+    """Whether a client may call a session this."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= SESSION_CHARS_MAX
+        and name.isprintable()
+        and not name.startswith(_RESERVED)
+    )
+
+
+class RetainedBlocks:
+    """The list of one tier. A block is in it whether it is resident just now or not.
+
+    Within the budget, sessions are equals: one that has less takes places from those that have
+    most, until it has as many. What people have pinned keeps its places. Ends are in seconds
+    since 1970, because the list outlives its process; what has ended leaves it at the next call.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.budget = 0
+        self._sessions: dict[str, dict[BlockKey, float]] = {}
+        self._held: dict[BlockKey, int] = {}
+        """By how many sessions each is retained."""
+        self._ends: list[tuple[float, str, BlockKey]] = []
+        """A heap; what was prolonged stands there more than once."""
+        self._ended: list[BlockKey] = []
+        self._richest = NO_SESSION
+        self._next_look = 0.0
+        self.refused = self.released = 0
+        self.changed = False
+        """Since somebody took the list to write it down."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def allow(self, blocks: int) -> None:
+        """Let so many be retained."""
+        self.budget = max(0, min(blocks, BLOCKS_MAX))
+
+    def retain(
+        self,
+        keys: Sequence[BlockKey],
+        session: str,
+        until: float,
+        here: Callable[[BlockKey], bool],
+    ) -> int:
+        """Retain these blocks of a prefix, its head first, for a session; says how many of them
+        there was no place for. `here` knows whether a block is in the tier, or on its way."""
+        self.expire()
+        mine = self._sessions.get(session)
+        if mine is None:
+            if not keys or not until > self._clock() or not self._has_place_for(session):
+                return self._refuse(len(keys))
+            mine = self._sessions[session] = {}
+        taken = 0
+        for key in keys:
+            known = mine.get(key)
+            if known is None:
+                if key not in self._held and not self._make_place(session, here):
+                    break
+                self._held[key] = self._held.get(key, 0) + 1
+            if known is None or until > known:
+                mine[key] = until
+                self.changed = True
+                if until != math.inf:
+                    heapq.heappush(self._ends, (until, session, key))
+            taken += 1
+        if not mine:
+            self._sessions.pop(session, None)
+        self._drop_stale_ends()
+        return self._refuse(len(keys) - taken)
+
+    def _has_place_for(self, session: str) -> bool:
+        return self.budget > 0 and (session == PINNED or len(self._sessions) < SESSIONS_MAX)
+
+    def _refuse(self, blocks: int) -> int:
+        self.refused += blocks
+        return blocks
+
+    def _make_place(self, session: str, here: Callable[[BlockKey], bool]) -> bool:
+        """Have one place free, if it need be by taking it from another session."""
+        if len(self._held) >= self.budget:
+            self._drop_absent(session, here)
+        while len(self._held) >= self.budget:
+            other = self._richer_than(session)
+            if other is None:
+                return False
+            self.refused += 1
+            self._let_go(other, next(reversed(self._sessions[other])))
+            if not self._sessions[other]:
+                del self._sessions[other]
+        return True
+
+    def _richer_than(self, session: str) -> str | None:
+        """The session that had most when that was looked for, as long as it has more than this one
+        would: there may be a thousand."""
+        mine = 0 if session == PINNED else len(self._sessions[session]) + 1
+        found = self._richest
+        if found == session or len(self._sessions.get(found, ())) <= mine:
+            others = (name for name in self._sessions if name not in (session, PINNED))
+            found = max(others, key=lambda name: len(self._sessions[name]), default=PINNED)
+        if found in (session, PINNED) or len(self._sessions[found]) <= mine:
+            return None
+        self._richest = found
+        return found
+
+    def _drop_absent(self, but: str, here: Callable[[BlockKey], bool]) -> None:
+        """What others retain that is not in the tier leaves its place; looked for now and then."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_FOR_ABSENT_S
+        for session in self._sessions.keys() - {but, PINNED}:
+            for key in [key for key in self._sessions[session] if not here(key)]:
+                self._let_go(session, key)
+            if not self._sessions[session]:
+                del self._sessions[session]
+
+    def _let_go(self, session: str, key: BlockKey) -> bool:
+        """A session does not retain a block any more; whether nobody does now."""
+        mine = self._sessions[session]
+        del mine[key]
+        self.changed = True
+        if self._held[key] > 1:
+            self._held[key] -= 1
+            return False
+        del self._held[key]
+        self._ended.append(key)
+        return True
+
+    def release(self, session: str, keys: Iterable[BlockKey] | None = None) -> list[BlockKey]:
+        """A session needs these no more (None: nothing). Answers with those that nobody retains."""
+        self.expire()
+        mine = self._sessions.get(session, {})
+        gone = [key for key in (list(mine) if keys is None else keys) if key in mine]
+        free = [key for key in gone if self._let_go(session, key)]
+        if not mine:
+            self._sessions.pop(session, None)
+        self.released += len(free)
+        return free
+
+    def expire(self) -> None:
+        """Let go of what has ended."""
+        if not self._ends or self._ends[0][0] > (now := self._clock()):
+            return
+        while self._ends and self._ends[0][0] <= now:
+            _, session, key = heapq.heappop(self._ends)
+            mine = self._sessions.get(session)
+            if mine is not None and mine.get(key, math.inf) <= now:
+                self._let_go(session, key)
+                if not mine:
+                    del self._sessions[session]
+
+    def _drop_stale_ends(self) -> None:
+        if len(self._ends) > 2 * len(self._held) + _STALE_MAX:
+            self._ends = [
+                (until, session, key)
+                for session, mine in self._sessions.items()
+                for key, until in mine.items()
+                if until != math.inf
+            ]
+            heapq.heapify(self._ends)
+
+    def take_ended(self) -> list[BlockKey]:
+        """Those that were retained, and are not any more."""
+        ended, self._ended = self._ended, []
+        return [key for key in ended if key not in self._held]
+
+    def clear(self) -> None:
+        """Nothing is retained."""
+        self.changed |= bool(self._held)
+        self._ended += self._held
+        self._sessions.clear()
+        self._held.clear()
+        self._ends.clear()
+
+    def blocks_of(self, session: str, most: int = BLOCKS_MAX) -> list[BlockKey]:
+        """What a session retains, in the order in which it was retained."""
+        return list(islice(self._sessions.get(session, ()), most))
+
+    def take_all(self) -> dict[str, dict[BlockKey, float]]:
+        """The whole list but what is pinned (which has a file of its own), to be written down."""
+        self.expire()
+        self.changed = False
+        return {name: dict(mine) for name, mine in self._sessions.items() if name != PINNED}
+
+    def restore(self, sessions: Sessions) -> None:
+        """Take in what an earlier process wrote down, as far as there are places."""
+        now = self._clock()
+        changed = self.changed
+        for session, blocks in sessions.items():
+            by_end: dict[float, list[BlockKey]] = {}
+            for key, until in blocks.items():
+                by_end.setdefault(until, []).append(key)
+            for until, keys in by_end.items():
+                if until > now:
+                    self.retain(keys, session, until, lambda _: True)
+        self.changed = changed
+
+    def pin(self, blocks: Mapping[BlockKey, float]) -> list[BlockKey]:
+        """These are pinned now, and what was before is not. Answers as `release`."""
+        before = self._sessions.get(PINNED, {})
+        gone = self.release(PINNED, [key for key in before if key not in blocks])
+        self.restore({PINNED: blocks})
+        return gone

@@ -1,0 +1,199 @@
+"""The code of the kernels that copy between pages and a record's part, in LLVM's language.
+
+A stripe is 64 bytes. Each is read once, written past the processor's caches, and added to the xxh3
+checksum of its piece of the part; the sums of the pieces are written one behind the other.
+
+    void name(void *part, int64 *bases, int64 *strides, int64 *stripes, int64 references,
+              int64 *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
+
+A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative block
+is not copied: its stripes are only added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import dedent
+
+from kvtier.core.records.record import PIECE_BYTES, TAIL_BYTES
+from kvtier.device.xxh3_constants import END_AT, LAST_AT, SCRAMBLE_AT, SECRET, START
+
+STRIPE = 64
+_PRIME = 0x9E3779B1
+
+
+def code(load: str, store: str) -> str:
+    """A module of two functions with these names."""
+    secret = ", ".join(f"i8 {byte}" for byte in SECRET)
+    return "\n".join(
+        [
+            f"@secret = private constant [{len(SECRET)} x i8] [{secret}]",
+            _function(load, source="%host", target="%page"),
+            _function(store, source="%page", target="%host"),
+            "!0 = !{i32 1}",
+        ]
+    )
+
+
+def _function(name: str, source: str, target: str) -> str:
+    head = f"""
+        define void @{name}(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                            ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
+        """
+    return "\n".join(map(dedent, [head, _WALK, _stripe(source, target), _FINISH, _NEXT]))
+
+
+def _vector(values: Sequence[int]) -> str:
+    return "<" + ", ".join(f"i64 {_signed(value)}" for value in values) + ">"
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+_WALK = f"""
+    entry:
+      %piece_at = alloca i64
+      %rest_at = alloca i64
+      %sum_at = alloca ptr
+      %one = icmp ult i64 %total, {(PIECE_BYTES + TAIL_BYTES) // STRIPE}
+      %first = select i1 %one, i64 %total, i64 {PIECE_BYTES // STRIPE}
+      store i64 %first, ptr %piece_at
+      store i64 %total, ptr %rest_at
+      store ptr %sums, ptr %sum_at
+      br label %next_page
+    next_page:
+      %reference = phi i64 [ 0, %entry ], [ %reference_next, %page_end ]
+      %place = phi i64 [ 0, %entry ], [ %place_next, %page_end ]
+      %host_first = phi ptr [ %part, %entry ], [ %host_next, %page_end ]
+      %sum_first = phi <8 x i64> [ {_vector(START)}, %entry ], [ %sum_next, %page_end ]
+      %step_first = phi i64 [ 0, %entry ], [ %step_next, %page_end ]
+      %left_first = phi i64 [ %first, %entry ], [ %left_next, %page_end ]
+      %base_at = getelementptr i64, ptr %bases, i64 %reference
+      %base = load i64, ptr %base_at
+      %stride_at = getelementptr i64, ptr %strides, i64 %reference
+      %stride = load i64, ptr %stride_at
+      %count_at = getelementptr i64, ptr %stripes, i64 %reference
+      %count = load i64, ptr %count_at
+      %block_at = getelementptr i64, ptr %blocks, i64 %place
+      %block = load i64, ptr %block_at
+      %copied = icmp sge i64 %block, 0
+      %offset = mul i64 %block, %stride
+      %address = add i64 %base, %offset
+      %page_first = inttoptr i64 %address to ptr
+      br label %stripe
+    """
+
+
+def _stripe(source: str, target: str) -> str:
+    return f"""
+    stripe:
+      %host = phi ptr [ %host_first, %next_page ], [ %host_next, %next ]
+      %page = phi ptr [ %page_first, %next_page ], [ %page_next, %next ]
+      %todo = phi i64 [ %count, %next_page ], [ %todo_next, %next ]
+      %sum = phi <8 x i64> [ %sum_first, %next_page ], [ %sum_next, %next ]
+      %step = phi i64 [ %step_first, %next_page ], [ %step_next, %next ]
+      %left = phi i64 [ %left_first, %next_page ], [ %left_next, %next ]
+      %value = load <8 x i64>, ptr {source}, align 1
+      br i1 %copied, label %copy, label %add
+    copy:
+      store <8 x i64> %value, ptr {target}, align {STRIPE}, !nontemporal !0
+      br label %add
+    add:
+      %last = icmp eq i64 %left, 1
+      %along = shl i64 %step, 3
+      %secret_from = select i1 %last, i64 {LAST_AT}, i64 %along
+      %key_at = getelementptr i8, ptr @secret, i64 %secret_from
+      %key = load <8 x i64>, ptr %key_at, align 1
+      %keyed = xor <8 x i64> %value, %key
+      %low = and <8 x i64> %keyed, {_vector([0xFFFFFFFF] * 8)}
+      %high = lshr <8 x i64> %keyed, {_vector([32] * 8)}
+      %product = mul <8 x i64> %low, %high
+      %swapped = shufflevector <8 x i64> %value, <8 x i64> poison, {_SWAP}
+      %sum_swapped = add <8 x i64> %sum, %swapped
+      %sum_added = add <8 x i64> %sum_swapped, %product
+      %step_added = add i64 %step, 1
+      %left_added = sub i64 %left, 1
+      br i1 %last, label %finish, label %more
+    more:
+      %full = icmp eq i64 %step_added, 16
+      br i1 %full, label %scramble, label %next
+    scramble:
+      %scramble_at = getelementptr i8, ptr @secret, i64 {SCRAMBLE_AT}
+      %scramble_key = load <8 x i64>, ptr %scramble_at, align 1
+      %top = lshr <8 x i64> %sum_added, {_vector([47] * 8)}
+      %folded = xor <8 x i64> %sum_added, %top
+      %locked = xor <8 x i64> %folded, %scramble_key
+      %scrambled = mul <8 x i64> %locked, {_vector([_PRIME] * 8)}
+      br label %next
+    """
+
+
+_SWAP = "<8 x i32> <i32 1, i32 0, i32 3, i32 2, i32 5, i32 4, i32 7, i32 6>"
+
+
+def _pair(index: int) -> str:
+    return f"""
+      %even{index} = extractelement <8 x i64> %ended, i32 {2 * index}
+      %odd{index} = extractelement <8 x i64> %ended, i32 {2 * index + 1}
+      %even_wide{index} = zext i64 %even{index} to i128
+      %odd_wide{index} = zext i64 %odd{index} to i128
+      %wide{index} = mul i128 %even_wide{index}, %odd_wide{index}
+      %upper{index} = lshr i128 %wide{index}, 64
+      %both{index} = xor i128 %wide{index}, %upper{index}
+      %narrow{index} = trunc i128 %both{index} to i64
+      %digest{index + 1} = add i64 %digest{index}, %narrow{index}"""
+
+
+_FINISH = f"""
+    finish:
+      %end_at = getelementptr i8, ptr @secret, i64 {END_AT}
+      %end_key = load <8 x i64>, ptr %end_at, align 1
+      %ended = xor <8 x i64> %sum_added, %end_key
+      %piece = load i64, ptr %piece_at
+      %piece_bytes = mul i64 %piece, {STRIPE}
+      %digest0 = mul i64 %piece_bytes, {_signed(START[1])}
+      {"".join(map(_pair, range(4)))}
+      %shifted = lshr i64 %digest4, 37
+      %mixed = xor i64 %digest4, %shifted
+      %spread = mul i64 %mixed, {0x165667919E3779F9}
+      %spread_top = lshr i64 %spread, 32
+      %digest = xor i64 %spread, %spread_top
+      %to = load ptr, ptr %sum_at
+      store i64 %digest, ptr %to
+      %to_next = getelementptr i64, ptr %to, i64 1
+      store ptr %to_next, ptr %sum_at
+      %rest = load i64, ptr %rest_at
+      %rest_next = sub i64 %rest, %piece
+      store i64 %rest_next, ptr %rest_at
+      %final = icmp ult i64 %rest_next, {(PIECE_BYTES + TAIL_BYTES) // STRIPE}
+      %piece_next = select i1 %final, i64 %rest_next, i64 {PIECE_BYTES // STRIPE}
+      store i64 %piece_next, ptr %piece_at
+      br label %next
+    """
+# What was written past the caches is there for others before the function returns.
+_NEXT = f"""
+    next:
+      %sum_next = phi <8 x i64> [ %sum_added, %more ], [ %scrambled, %scramble ],
+                                [ {_vector(START)}, %finish ]
+      %step_next = phi i64 [ %step_added, %more ], [ 0, %scramble ], [ 0, %finish ]
+      %left_next = phi i64 [ %left_added, %more ], [ %left_added, %scramble ],
+                           [ %piece_next, %finish ]
+      %host_next = getelementptr i8, ptr %host, i64 {STRIPE}
+      %page_next = getelementptr i8, ptr %page, i64 {STRIPE}
+      %todo_next = sub i64 %todo, 1
+      %page_done = icmp eq i64 %todo_next, 0
+      br i1 %page_done, label %page_end, label %stripe
+    page_end:
+      %place_added = add i64 %place, 1
+      %chunk_done = icmp eq i64 %place_added, %per_chunk
+      %place_next = select i1 %chunk_done, i64 0, i64 %place_added
+      %reference_added = add i64 %reference, 1
+      %reference_next = select i1 %chunk_done, i64 %reference_added, i64 %reference
+      %done = icmp eq i64 %reference_next, %references
+      br i1 %done, label %end, label %next_page
+    end:
+      fence seq_cst
+      ret void
+    }}
+    """

@@ -1,0 +1,147 @@
+"""The GPU tests and the GPU benchmark, rehearsed on a CPU that plays CUDA (tests/pretend_cuda.py).
+
+In torch's environment, like all that needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+ROOT = Path(__file__).parents[3]
+
+_SMALL = """
+import pretend_cuda
+import torch
+from host_reads import HostDriver
+from benchmarks.gpu import arena, beside, copies, disk, kernels, timeline
+arena.RECORD_BYTES = 1 << 20
+copies.TURN_BYTES, copies.PAGES = 2 << 20, [16 << 10, 64 << 10]
+copies.IDENTITY_PAGES, copies.IDENTITY_RECORDS = 500, 8
+beside.SIZE, beside.SIDE, beside.TURNS, beside.ROUNDS = 8 << 20, 32, 1, 4
+kernels.ROUNDS, kernels.BYTES_MAX, timeline.SIZE = 1, 1 << 20, 8 << 20
+copies.SECONDS = copies.PART_SECONDS = 600.0  # processors may be busy here
+disk.DISK_BYTES = 8 << 20
+disk.probe = lambda folder: None
+disk.KvikioDriver = lambda index: HostDriver(torch)
+copies.main()
+"""
+
+_READY = """
+import pretend_cuda
+from pathlib import Path
+from benchmarks.gpu import ready
+ready.FOLDER, ready.SLOT_BYTES, ready.BESIDE_S = Path("{}"), 1 << 20, 0.1
+ready._BUILD = "import pretend_cuda" + ready._BUILD
+ready.main(8 << 20)
+"""
+
+_SWEEP = """
+TITLES = ["as they are", "4 buffers"]
+import pretend_cuda
+from benchmarks.gpu import arena, beside, kernels, sweep
+arena.RECORD_BYTES, beside.SIDE, beside.ROUNDS = 1 << 20, 32, 4
+sweep.SIZE, sweep.PAGES, sweep.TURNS = 2 << 20, [64 << 10], 1
+kernels.ROUNDS, kernels.BYTES_MAX = 1, 1 << 20
+sweep.SECONDS = sweep.VARIANT_SECONDS = 600.0  # processors may be busy here
+sweep.VARIANTS = [each for each in sweep.VARIANTS if each.title in TITLES]
+before = sweep.staging_buffers._EACH_WAY
+sweep.main()
+assert sweep.staging_buffers._EACH_WAY == before
+"""
+
+_HURRIED = """
+import pretend_cuda
+from benchmarks.gpu import sweep
+
+now, begun = 0.0, []
+
+def run_part(part, report, seconds):
+    global now
+    title = part.args[1].title
+    begun.append(title)
+    now += seconds if title == "a store at once" else 25.0
+    return title != "a store at once"
+
+sweep.run_part, sweep.time.perf_counter = run_part, lambda: now
+try:
+    sweep.main()
+except SystemExit as end:
+    print(end)
+print(begun[-1], len(begun), now)
+"""
+
+
+def python(*arguments: str, **environment: str) -> str:
+    paths = f"{ROOT}:{ROOT / 'tests'}"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_tests() -> None:
+    quiet = ("-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "pretend_cuda")
+    said = python("-m", "pytest", "-q", *quiet, "tests/gpu", PYTEST_ADDOPTS="")
+    assert "passed" in said
+    assert "skipped" not in said
+
+
+def test_the_benchmark(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    said = python("-c", _SMALL, JSON=str(file), FOLDER=str(tmp_path))
+    figures = {figure["name"]: figure for figure in json.loads(file.read_text())}
+    wrong = [name for name in figures if name.startswith("wrong pages of")]
+    assert [figures[name]["value"] for name in wrong] == [0]
+    assert figures["bytes changed that should not have been"]["met"]
+    assert figures["stores alone"]["value"] > 0
+    assert figures["stores meanwhile"]["value"] > 0
+    assert "one hop, of the sum of its halves" in figures
+    assert figures["disk to GPU directly"]["value"] > 0
+    assert "GPUDirect Storage: works here" in said
+    assert figures["timeline of loads: copies to the device at once"]["value"] == 1
+    assert (tmp_path / "figures.loads-beside-stores.json.gz").exists()
+
+
+def test_what_a_start_waits_for(tmp_path: Path) -> None:
+    said = python("-c", _READY.format(tmp_path)).splitlines()
+    figures = [json.loads(line) for line in said if line.startswith("{")]
+    assert [figure["what"] for figure in figures] == [
+        *["taking fresh memory"] * 2,
+        *["pinning", "giving back", "mapping memory that is there", "pinning", "giving back"],
+        *["a step of 100 launches"] * 2,
+        *["building and trying kernels"] * 2,
+    ]
+
+
+def test_the_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    python("-c", _SWEEP, JSON=str(file))
+    figures = [figure["name"] for figure in json.loads(file.read_text())]
+    assert len(figures) == 36
+    assert "as they are: store, pages of 64 KiB" in figures
+    assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
+    assert "as they are: sending 1 MiB of pages of 16 KiB takes the thread that waits" in figures
+    assert "4 buffers: a product loses meanwhile" in figures
+
+
+def test_a_sweep_with_little_time_ends_as_it_began() -> None:
+    """With the usual numbers, whatever was left out, and whoever hung."""
+    said = python("-c", _HURRIED, LIMIT_S="250").splitlines()
+    assert "4 buffers: no time left" in said
+    assert said[-2:] == [
+        "these variants failed: a store at once",
+        "as they are, again 8 235.0",
+    ]

@@ -1,0 +1,129 @@
+"""One engine computes a prompt, and another goes on with it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from engines.engine import connector
+from engines.world import World, chunk_tokens, prompt
+
+from kvtier.vllm.serving.server_process import Server
+
+ROOT = Path(__file__).parents[3]
+FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
+TEXT = "Tell me about caches. " * 50
+PROMPT = prompt(21, 1100)
+COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "chunk"),
+    [("llama", "float32", 256), ("gemma3", "float32", 256), ("qwen3_next", "bfloat16", None)],
+)
+def test_a_prompt_is_handed_over(
+    world: World, model: Callable[..., Path], family: str, dtype: str, chunk: int | None
+) -> None:
+    """The other engine has it before its blocks have come to the tier that both have, and waits."""
+    options = {"dtype": dtype, "stack": world.stack()}
+    with world.engine(model(family), dtype=dtype) as plain:
+        reference = plain.generate_with(prompt=PROMPT)
+    with (
+        world.engine(model(family), **options) as first,
+        world.engine(model(family), **options) as second,
+    ):
+        computed = first.generate_with(prompt=PROMPT, tokens=1, limits=COMPUTE)
+        assert computed["tokens"] == reference["tokens"][:1]
+        said = computed["transfer"]
+        assert said.pop("remote_prefill_cached_tokens") == 0, "of which vLLM tells in place of hits"
+        second.wait_for_others(patience=1e9)
+        second.begin(prompt=PROMPT, tokens=16, limits=said)
+        first.settle()
+        hit = 1100 // (size := chunk_tokens(second, chunk)) * size
+        assert second.end() == {**reference, "cached": hit}
+        second.forget_everything()
+        second.wait_for_others(patience=0)
+        answer = second.generate_with(prompt=PROMPT, limits=said)
+        assert answer == {**reference, "cached": 0}, "nothing comes any more, and it is computed"
+
+
+def test_of_several_connectors_none_hands_over(world: World, model: Callable[..., Path]) -> None:
+    """vLLM takes one answer for a request, and its engine ends at a second."""
+    stacks = [world.stack() | {"name": name} for name in ("one", "two")]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [connector(each) for each in stacks]},
+    }
+    with world.engine(model("llama"), transfer=transfer) as engine:
+        engine.wait_for_others(patience=1e9)
+        expected = engine.generate_with(prompt=PROMPT)
+        for said in (COMPUTE, {"do_remote_prefill": True}):
+            engine.forget_engine_cache()
+            assert engine.generate_with(prompt=PROMPT, limits=said)["tokens"] == expected["tokens"]
+
+
+def test_servers_behind_a_router(world: World, model: Callable[..., Path]) -> None:
+    """As docs/guides/share.md has it. One computes, the other answers as if it had; also where the
+    first is there no more."""
+    computing, answering, routing = page_commands()
+    folder = str(model("llama"))
+
+    def serve(command: list[str]) -> Server:
+        name, kvtier, verb, _, config, stack, *_ = command
+        assert (kvtier, verb, config) == ("kvtier", "serve", "--config")
+        # Of the test alone; and a model as small as this one computes faster than it loads.
+        text = (ROOT / stack).read_text().replace("2GiB", "256MiB") + "loads: always\n"
+        here = world.folder / "stack.yaml"
+        here.write_text(text.replace("kind: cpu\n", f"kind: cpu\n    path: {world.region}\n"))
+        environment = dict([name.split("=")]) | {"HOME": str(world.folder), "OMP_NUM_THREADS": "1"}
+        log = world.folder / f"{name}.log"
+        return Server.start(folder, here, FLAGS, log=log, environment=environment)
+
+    with serve(computing) as computes, serve(answering) as answers:
+        python, script, *_, option, _ = routing
+        assert python == "python"
+        command = [sys.executable, str(ROOT / script), computes.url, answers.url, option, "0"]
+        router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert router.stdout is not None
+            url = router.stdout.readline().strip()
+            assert json.loads(fetch(f"{url}/v1/models"))["data"][0]["id"] == folder
+            body = {"model": folder, "prompt": TEXT, "max_tokens": 12, "temperature": 0}
+            for _ in range(2):  # on busy processors the first time may not wait long enough
+                found = json.loads(fetch(f"{url}/v1/completions", body))["choices"][0]["text"]
+                assert found == computes.complete(folder, TEXT, 12)
+                for server in (computes, answers):
+                    server.settle()
+                answers.forget_engine_cache()
+            assert answers.metric("kvtier:hit_blocks_total") >= len(TEXT) // 256
+            chat = {"model": folder, "messages": [{"role": "user", "content": TEXT}]}
+            chat |= {"max_tokens": 3, "stream": True}
+            assert "data: [DONE]" in fetch(f"{url}/v1/chat/completions", chat)
+            computes.kill()
+            assert fetch(f"{url}/v1/completions", body | {"prompt": f"Other. {TEXT}"})
+            with pytest.raises(HTTPError, match="404"):
+                fetch(f"{url}/v1/completions", body | {"model": "nobody's"})
+        finally:
+            router.kill()
+            router.communicate()
+
+
+def page_commands() -> list[list[str]]:
+    """What docs/guides/share.md says to type for it."""
+    marked = "<!-- run by tests/vllm/serving/test_handoff.py -->\n```sh\n"
+    _, _, after = (ROOT / "docs/guides/share.md").read_text().partition(marked)
+    return [shlex.split(line, comments=True) for line in after.partition("```")[0].splitlines()]
+
+
+def fetch(url: str, body: object = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, {"Content-Type": "application/json"})) as answer:
+        return str(answer.read().decode())

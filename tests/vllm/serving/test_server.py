@@ -1,0 +1,276 @@
+"""The server as people run it: `kvtier serve`, with vLLM's own processes, and its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from engines.world import World, flip
+
+from kvtier.vllm.serving.server_process import Server
+
+DOCS = Path(__file__).parents[3] / "docs"
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TEXT = "Tell me about caches. " * 50
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+HANGS_S = 300
+FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
+
+
+HANGING_DISK = """
+import os, sys, time
+if "kvtier.move.process_main" in sys.orig_argv:
+    from kvtier.core.system.disk import Disk
+    write = Disk.writev
+    def later(*arguments):
+        while os.path.exists({hangs!r}):
+            time.sleep(0.01)
+        return write(*arguments)
+    Disk.writev = later
+"""
+"""What Python runs first: a disk that takes nothing while there is a file."""
+
+
+class Serving:
+    """A model, a stack in a file, and servers on them."""
+
+    def __init__(self, world: World, model: Path) -> None:
+        self.model = str(model)
+        self.stack = world.folder / "stack.yaml"
+        self.stack.write_text(json.dumps(world.stack()))
+        self.log = world.folder / "server.log"
+
+    def start(self, *flags: str, **environment: str) -> Server:
+        return Server.start(
+            self.model,
+            self.stack,
+            [*FLAGS, *flags],
+            log=self.log,
+            environment=ENVIRONMENT | environment,
+        )
+
+    def ask(self, server: Server) -> str:
+        return server.complete(self.model, TEXT, 12)
+
+
+def tells(server: Server, name: str, value: float, **labels: str) -> None:
+    """Wait until a metric has this value: it is told a moment after it is true."""
+    end = time.monotonic() + HANGS_S
+    while (found := server.metric(name, **labels)) != value:
+        assert time.monotonic() < end, f"{name} {labels}: {found}, not {value}"
+        time.sleep(0.1)
+
+
+def started_by(server: int) -> list[int]:
+    """Handles of all processes of a server but its own."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [os.pidfd_open(pid) for pid in pids if pid != server and os.getpgid(pid) == server]
+
+
+@pytest.fixture(scope="module")
+def serving(shared_world: World, model: Callable[..., Path]) -> Serving:
+    return Serving(shared_world, model("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(serving: Serving) -> Iterator[Server]:
+    with serving.start() as server:
+        yield server
+
+
+def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
+    chunks = len(TEXT) // 256
+    text = serving.ask(server)
+    tells(server, "kvtier:blocks", chunks, tier="nvme")
+    server.settle()
+    server.forget_engine_cache()
+    assert serving.ask(server) == text
+    for tier, hits in (("cpu", chunks), ("nvme", 0)):
+        tells(server, "kvtier:hit_blocks_total", hits, tier=tier)
+    server.settle()
+
+    for tier in ("cpu", "nvme"):
+        assert server.metric("kvtier:blocks", tier=tier) == chunks
+        assert server.metric("kvtier:stored_blocks_total", tier=tier) == chunks
+        used = server.metric("kvtier:bytes_used", tier=tier)
+        assert 0 < used < server.metric("kvtier:bytes_capacity", tier=tier)
+    assert server.metric("kvtier:copied_bytes_total") > 0
+    assert server.metric("kvtier:transfer_seconds_count", source="cpu", target="nvme") > 0
+    assert server.metric("kvtier:queued_blocks") == 0
+    assert server.metric("kvtier:mistakes_total") == 0
+    tells(server, "vllm:external_prefix_cache_hits_total", chunks * 256)
+
+    known = {line.split()[2] for line in server.get("/metrics").splitlines() if "# HELP" in line}
+    ours = {re.sub("_(total|created)$", "", name) for name in known if name.startswith("kvtier:")}
+    page = (DOCS / "reference/metrics.md").read_text()
+    assert ours == set(re.findall(r"`(kvtier:\w+)`(?=[ ,].*\|)", page))
+
+    server.kill()
+    name = "small"
+    with serving.start("--served-model-name", name) as again:
+        assert again.complete(name, TEXT, 12) == text
+        tells(again, "kvtier:hit_blocks_total", chunks)
+        again.settle()
+        check_sleep(again, name, text)
+
+
+def check_sleep(server: Server, name: str, text: str) -> None:
+    """It sleeps when all that is under way in its processes has ended, and forgets everything."""
+    other = f"Another. {TEXT}"
+    with ThreadPoolExecutor() as pool:
+        busy = pool.submit(server.complete, name, other, 200)
+        server.post("/sleep?level=1&mode=wait")
+        assert json.loads(server.get("/is_sleeping"))["is_sleeping"]
+        server.post("/wake_up")
+        assert not json.loads(server.get("/is_sleeping"))["is_sleeping"]
+        assert busy.result() == server.complete(name, other, 200)
+
+    server.settle()
+    hits = server.metric("vllm:external_prefix_cache_hits_total")
+    assert server.complete(name, TEXT, 12) == text
+    server.settle()
+    assert server.metric("vllm:external_prefix_cache_hits_total") == hits, "all is emptied"
+    server.forget_engine_cache()
+    assert server.complete(name, TEXT, 12) == text
+    found = hits + len(TEXT) // 256 * 256
+    tells(server, "vllm:external_prefix_cache_hits_total", found)
+    assert server.metric("kvtier:mistakes_total") == 0
+
+
+REMOTE = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "x"}
+STRANGE: list[dict[str, Any]] = [
+    *({"vllm_xargs": {"kv_transfer_params": each}} for each in ("text", [1, 2], 5)),
+    {"kv_transfer_params": REMOTE},
+    {"kv_transfer_params": REMOTE, "max_tokens": 100_000, "request_id": "refused"},
+    {"kv_transfer_params": {"do_remote_decode": True}},
+    {"kv_transfer_params": {"kv_load_tiers": [{"medium": ["x"]}, {"locality": {}}, 5]}},
+    {"kv_transfer_params": {"max_load_tokens": 1.5, "max_offload_tokens": "many"}},
+    {"kv_transfer_params": {"max_load_tokens": 1 << 63, "max_offload_tokens": -1}},
+    {"kv_transfer_params": {"max_load_tokens": 3, "max_offload_tokens": 7}},
+    {"cache_salt": "@"},
+    {"priority": -(1 << 62)},
+    {"prompt": [[1, 2, 3], [4]]},
+]
+
+
+def test_whatever_clients_send_does_no_harm(world: World, model: Callable[..., Path]) -> None:
+    """A connector has ears for more than a server without one; the same name comes many times."""
+    serving = Serving(world, model("llama"))
+    asked = {"model": serving.model, "prompt": TEXT, "max_tokens": 4, "temperature": 0}
+
+    def send(server: Server, more: dict[str, Any]) -> int:
+        try:
+            server.post("/v1/completions", asked | more)
+        except HTTPError as error:
+            return error.code
+        return 200
+
+    with serving.start() as server, ThreadPoolExecutor(8) as threads:
+        text = serving.ask(server)
+        for more in STRANGE:
+            codes = set(threads.map(send, [server] * 8, [more] * 8))
+            assert len(codes) == 1
+            assert codes <= {200, 400, 500}, more
+            server.forget_engine_cache()
+            assert serving.ask(server) == text, more
+        assert server.metric("kvtier:mistakes_total") == 0
+
+
+def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..., Path]) -> None:
+    """Each has memory of its own; what is on disk serves both."""
+    serving = Serving(world, model("llama"))
+    texts = [f"{number}: {TEXT}" for number in range(6)]
+    chunks = len(texts) * (len(texts[0]) // 256)
+
+    def ask(server: Server) -> list[str]:
+        return [server.complete(serving.model, text, 12) for text in texts]
+
+    # 0.33 takes a memory node for each rank, unless this is set to whatever.
+    with serving.start("--data-parallel-size", "2", VLLM_CPU_SIM_MULTI_NUMA="0") as server:
+        answers = ask(server)
+        tells(server, "kvtier:stored_blocks_total", chunks, tier="nvme")
+        server.settle()
+        names = sorted(path.stem for path in world.region.glob("*.region"))
+        assert len(names) == 2
+        assert names[1] == f"{names[0]}-dp1", "not whichever is free when it starts"
+        server.forget_engine_cache()
+        assert ask(server) == answers
+        tells(server, "kvtier:hit_blocks_total", chunks)
+        assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
+
+
+def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None:
+    """vLLM kills its engine at once unless it is told to wait; and what waits for a disk is not
+    waited for as long."""
+    serving = Serving(world, model("llama"))
+    hangs, custom = world.folder / "hangs", world.folder / "custom"
+    custom.mkdir()
+    (custom / "sitecustomize.py").write_text(HANGING_DISK.format(hangs=str(hangs)))
+    path = os.pathsep.join([str(custom), os.environ.get("PYTHONPATH", "")])
+    chunks = len(TEXT) // 256
+    with serving.start("--shutdown-timeout", str(3 * HANGS_S), PYTHONPATH=path) as server:
+        serving.ask(server)
+        server.settle()
+        assert list(world.folder.rglob("owners/*"))
+        hangs.touch()
+        server.complete(serving.model, f"Other: {TEXT}", 12)
+        tells(server, "kvtier:stored_blocks_total", 2 * chunks, tier="cpu")
+        assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
+        server.process.terminate()
+        assert server.process.wait(2 * HANGS_S) == 0
+        assert not list(world.folder.rglob("owners/*"))
+    assert "Traceback" not in serving.log.read_text()
+
+
+def test_an_engine_ends_with_its_server(world: World, model: Callable[..., Path]) -> None:
+    """And what it held is free for the next one."""
+    with Serving(world, model("llama")).start() as server:
+        others = started_by(server.process.pid)
+        assert len(others) >= 2, "an engine and its mover"
+        server.process.kill()
+        for other in others:
+            assert select.select([other], [], [], HANGS_S)[0], "it lives on"
+            os.close(other)
+        assert not list(world.folder.rglob("owners/*"))
+
+
+def test_among_several_connectors(world: World, model: Callable[..., Path]) -> None:
+    """It works, its counters are seen, and a load that fails is recomputed there, too."""
+    serving = Serving(world, model("llama"))
+    page = (DOCS / "guides/serve.md").read_text()
+    (block,) = [each for each in BLOCK.findall(page) if "MultiConnector" in each]
+    name, served, _, *flags = shlex.split(block.replace("/path/of/stack.yaml", str(serving.stack)))
+    assert (name, served) == ("vllm", "serve")
+    flags += FLAGS
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # vLLM collects a connector's counters for its log, too, if it writes one.
+    environment |= ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with Server.start(
+        serving.model, None, flags, log=serving.log, environment=environment
+    ) as server:
+        text = serving.ask(server)
+        server.settle()
+        server.forget_engine_cache()
+        assert serving.ask(server) == text
+        tells(server, "kvtier:hit_blocks_total", len(TEXT) // 256, tier="cpu")
+        assert server.metric("kvtier:failed_loads_total") == 0
+        server.forget_engine_cache()
+        (region,) = world.region.glob("*.region")
+        flip(region, 1 << 20)
+        assert serving.ask(server) == text
+        tells(server, "kvtier:failed_loads_total", 1)
+        assert server.metric("kvtier:mistakes_total") == 0
+    line = r"EngineCore.* WARNING \d\d-\d\d \d\d:\d\d:\d\d .* a load of \d+ blocks for request"
+    assert re.search(line, serving.log.read_text()), "in vLLM's own form"
+    found = r"EngineCore.* INFO .* found again: cpu \d+ blocks \(.*\), nvme \d+ blocks \("
+    assert re.search(found, serving.log.read_text())
