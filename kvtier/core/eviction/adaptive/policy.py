@@ -43,7 +43,8 @@ from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy, fingerprint
 
 _REST_MAX = 3
 _REST_MAX_WATCHED = 16
-_REFRESHES = 48
+_REST_MAX_SHARED = 255
+_REFRESHES = 32
 """The forecast is refreshed so often while as many uses are watched as the history has cells."""
 _RESTORED_RUN = 32
 _RESTORED_STEP_S = 1e-3
@@ -283,10 +284,11 @@ class Adaptive(EvictionPolicy):
         last = len(slots) - 1 + ahead
         for index, cell, tag in watched:
             slot = slots[index]
+            rest, most = last - index, _REST_MAX_WATCHED
             if index < shared:
-                rest = min(shared - 1 - index, 255)
-            else:
-                rest = min(last - index, _REST_MAX_WATCHED)
+                rest, most = shared - 1 - index, _REST_MAX_SHARED
+            if rest > most:
+                rest = most
             write(cell, tag, now, kind_of[run_of[slot]], marks[slot], rest)
         self._until_learning -= len(watched)
         if self._until_learning <= 0:

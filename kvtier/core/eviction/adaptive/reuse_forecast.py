@@ -21,13 +21,15 @@ Floats = NDArray[np.float64]
 AGES = 60
 _STEPS_PER_OCTAVE = 3
 _YOUNGEST_S = 0.125
+AGE_STARTS: Floats = _YOUNGEST_S * 2 ** (np.arange(AGES) / _STEPS_PER_OCTAVE)
+"""Where the steps of the scale begin, in seconds."""
 # Arrays without a dimension: numpy multiplies by them in half the time that a number takes.
 _YOUNGEST = np.array(_YOUNGEST_S)
 _PER_OCTAVE = np.array(float(_STEPS_PER_OCTAVE))
 _OLDEST = np.array(AGES - 1.001)
 _ONE = np.array(1.0)
 _INSTANT = np.array(1e-300)
-_PRIOR_HAZARD = 0.05
+_PRIOR_HAZARD = 0.1
 """The same chance in every step of a logarithmic scale: then the rate falls as 1 / age, and blocks
 are ordered as LRU does. What is learned moves away from that."""
 _PRIOR_WEIGHT = 8.0
