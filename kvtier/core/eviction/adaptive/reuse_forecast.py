@@ -37,7 +37,8 @@ _POOL_WEIGHT = 100.0
 _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
-_SMOOTHINGS = 2
+_SURE = 200.0
+"""So many uses at an age are as good a reason for a sharp curve as for a smooth one."""
 
 
 def _positions(ages: Floats) -> Floats:
@@ -59,11 +60,27 @@ def age_positions(ages: Floats) -> Floats:
     return positions
 
 
-def _smooth(counts: Floats) -> Floats:
-    for _ in range(_SMOOTHINGS):
-        padded = np.hstack([counts[:, :1], counts, counts[:, -1:]])
-        counts = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
-    return counts
+def _smoothing(passes: int) -> Floats:
+    """What counts by age are multiplied with to be smoothed so many times."""
+    matrix: Floats = np.eye(AGES)
+    for _ in range(passes):
+        padded = np.hstack([matrix[:, :1], matrix, matrix[:, -1:]])
+        matrix = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
+    return matrix
+
+
+_SHARP = _smoothing(2)
+_SMOOTH = _smoothing(6)
+
+
+def _smoothed(reused: Floats, at_risk: Floats) -> tuple[Floats, Floats]:
+    """Where few uses were counted they say little of their very age, where many were they do."""
+    sharp = reused @ _SHARP
+    sure = sharp / (sharp + _SURE)
+    return (
+        sure * sharp + (1 - sure) * (reused @ _SMOOTH),
+        sure * (at_risk @ _SHARP) + (1 - sure) * (at_risk @ _SMOOTH),
+    )
 
 
 def _leaned(reused: Floats, at_risk: Floats, expected_hazard: Floats) -> Floats:
@@ -148,7 +165,7 @@ class Forecast:
         reused, lost = self.reused.count(), self.lost.count()
         left = lost + waiting
         at_risk = np.cumsum((reused + left)[:, ::-1], axis=1)[:, ::-1] - 0.5 * left
-        hazards = self._hazards(_smooth(reused), _smooth(at_risk))
+        hazards = self._hazards(*_smoothed(reused, at_risk))
         # All pooled kinds that nobody has seen yet have one curve, and so have the others.
         curve = np.where(at_risk[:, 0] > 0, np.arange(2, self._kinds + 2), self._unseen)
         _, first, which = np.unique(curve, return_index=True, return_inverse=True)
