@@ -109,6 +109,19 @@ class TestForecast:
         kind = np.zeros(1, dtype=np.uint8)
         assert quick.rate(kind, ages(10.0)) > 3 * patient.rate(kind, ages(10.0))
 
+    def test_few_uses_say_less_of_their_very_age_than_many(self) -> None:
+        few, many = Forecast(2, [1]), Forecast(2, [1])
+        for forecast, uses in ((few, 20), (many, 2000)):
+            for _ in range(uses):
+                forecast.reused.note(1, 60.0)
+            forecast.refresh(np.zeros((2, AGES)))
+        kind = np.ones(1, dtype=np.uint8)
+        sharpness = [
+            float((each.rate(kind, ages(55.0)) / each.rate(kind, ages(15.0)))[0])
+            for each in (few, many)
+        ]
+        assert sharpness[1] > 1.65 * sharpness[0]
+
     def test_what_is_worth_nothing_is_worth_nothing(self) -> None:
         assert Forecast(3, [1] * 2).rate(np.array([3], dtype=np.uint8), ages(1.0)) == 0.0
 
@@ -173,6 +186,16 @@ class TestHistory:
         seen = [history.waiting(9.0, 2)[1].sum() for _ in range(6)]
         assert sorted(seen)[:4] == [0.0] * 4, "the last one is counted once in three turns"
         assert max(seen) == 3.0, "and is not taken for all"
+
+    def test_what_has_waited_for_long_counts_less(self) -> None:
+        """As old uses do: else a large table learns late that the workload has changed."""
+        history = History(Forecast(1, [1]))
+        history.write(0, SAMPLED_IN, 0.0, 0, 0, 0)
+        history.write(1, SAMPLED_IN, 100.0, 0, 0, 0)
+        counts = [history.waiting(100.0 + turn, 1) for turn in range(100)]
+        assert counts[0].sum() == 2.0
+        assert 0.9 < counts[11][0, step(11.0)] / 0.5 < 1.1
+        assert counts[11][0, step(111.0)] < 0.01
 
     def test_only_a_sample_is_watched(self) -> None:
         dice = random.Random(3)
