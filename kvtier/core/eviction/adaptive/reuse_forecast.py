@@ -37,7 +37,7 @@ _POOL_WEIGHT = 100.0
 _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
-_SURE = 200.0
+_SURE = 100.0
 """So many uses at an age are as good a reason for a sharp curve as for a smooth one."""
 
 
