@@ -1,7 +1,7 @@
 """Eviction policies on a trace of requests: prefix hits and cost, beside the bound of Belady.
 
     python -m benchmarks.eviction --trace requests.jsonl [--half first|second|whole]
-    python -m benchmarks.eviction --synthetic documents
+    python -m benchmarks.eviction --synthetic documents [--seed 1]
 
 `--half second` replays the whole trace and counts the second half, so that every policy comes to it
 as warm as it would be in service; `first` replays and counts the first half alone.
@@ -29,7 +29,7 @@ from kvtier.errors import KVTierError
 
 REFERENCES = ("lru", "s3fifo", "arc")
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-MARGIN_POINTS = -0.5
+MARGIN_POINTS = -0.3
 COST_US = 2.0
 
 
@@ -150,11 +150,16 @@ def main(arguments: Sequence[str]) -> int:
     source.add_argument("--trace", type=Path, help="a file of requests, one JSON object a line")
     source.add_argument("--synthetic", choices=sorted(WORKLOADS), help="a made-up workload")
     parser.add_argument("--capacities", type=_capacities, help="blocks, with commas between")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up workload")
     parser.add_argument("--half", choices=("first", "second", "whole"), default="whole")
     parser.add_argument("--policies", help="names, with commas between")
     options = parser.parse_args(arguments)
     try:
-        requests = read_trace(options.trace) if options.trace else WORKLOADS[options.synthetic]()
+        requests = (
+            read_trace(options.trace)
+            if options.trace
+            else WORKLOADS[options.synthetic](options.seed)
+        )
         names = options.policies.split(",") if options.policies else policy_names()
         for name in names:
             create_policy(name)
@@ -172,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.half == "first":
         requests = requests[:half]
     count_from = half if options.half == "second" else 0
-    what = options.trace.name if options.trace else options.synthetic
+    what = options.trace.name if options.trace else f"{options.synthetic} {options.seed}"
     report = Report(f"eviction: {what}, {options.half}")
     table = measure(requests, count_from, names, capacities, report)
     report.finish()

@@ -18,8 +18,8 @@ Timed = tuple[float, list[int]]
 class _Maker:
     """Hands out block numbers and dice."""
 
-    def __init__(self, seed: int) -> None:
-        self.dice = random.Random(seed)
+    def __init__(self, workload: int, seed: int) -> None:
+        self.dice = random.Random(workload + 100 * seed)
         self._numbers = count()
 
     def blocks(self, length: int) -> list[int]:
@@ -70,14 +70,14 @@ def _talks(
     return timed
 
 
-def documents() -> list[Request]:
+def documents(seed: int = 0) -> list[Request]:
     """Questions about 2,000 shared documents, by Zipf's law."""
-    return _in_order(_zipf(_Maker(1), 2_000, _REQUESTS, 0.0))
+    return _in_order(_zipf(_Maker(1, seed), 2_000, _REQUESTS, 0.0))
 
 
-def scan() -> list[Request]:
+def scan(seed: int = 0) -> list[Request]:
     """Chats, and between them as many blocks again that are never used a second time."""
-    maker = _Maker(2)
+    maker = _Maker(2, seed)
     span = _REQUESTS / _RATE
     timed = _talks(
         maker, 3_500, 0.0, span, lambda: maker.dice.lognormvariate(4.2, 0.7), 0.5, maker.blocks(2)
@@ -86,27 +86,27 @@ def scan() -> list[Request]:
     return _in_order(timed)
 
 
-def loop() -> list[Request]:
+def loop(seed: int = 0) -> list[Request]:
     """The same 400 documents of 20 blocks again and again: 8,000 blocks in a ring."""
-    maker = _Maker(3)
+    maker = _Maker(3, seed)
     ring = [maker.blocks(20) for _ in range(400)]
     return _in_order(
         [(time, ring[i % len(ring)]) for i, time in enumerate(maker.arrivals(_REQUESTS))]
     )
 
 
-def paces() -> list[Request]:
+def paces(seed: int = 0) -> list[Request]:
     """Chats of two paces: half answer within half a minute, half after a quarter of an hour."""
-    maker = _Maker(4)
+    maker = _Maker(4, seed)
     span, system = _REQUESTS / _RATE, maker.blocks(3)
     fast = _talks(maker, 2_000, 0.0, span, lambda: maker.dice.lognormvariate(3.0, 0.4), 0.7, system)
     slow = _talks(maker, 2_000, 0.0, span, lambda: maker.dice.lognormvariate(6.5, 0.5), 0.5, system)
     return _in_order(fast + slow)
 
 
-def agents() -> list[Request]:
+def agents(seed: int = 0) -> list[Request]:
     """Agents that come back every few seconds, twenty times, under three system prompts."""
-    maker = _Maker(5)
+    maker = _Maker(5, seed)
     prompts = [maker.blocks(12) for _ in range(3)]
     timed: list[Timed] = []
     for prompt in prompts:
@@ -116,9 +116,9 @@ def agents() -> list[Request]:
     return _in_order(timed)
 
 
-def change() -> list[Request]:
+def change(seed: int = 0) -> list[Request]:
     """Chats, then shared documents, then a ring, then other chats, a quarter each."""
-    maker = _Maker(6)
+    maker = _Maker(6, seed)
     quarter = _REQUESTS // 4
     span = quarter / _RATE
     ring = [maker.blocks(20) for _ in range(350)]
@@ -133,6 +133,48 @@ def change() -> list[Request]:
     return _in_order(timed)
 
 
-WORKLOADS: dict[str, Callable[[], list[Request]]] = {
-    made.__name__: made for made in (agents, change, documents, loop, paces, scan)
+def lengths(seed: int = 0) -> list[Request]:
+    """2,000 documents of 1 to 200 blocks, each asked for at random times of its own: the arrivals
+    at each are a Poisson process, and few have most of them, short ones as often as long ones."""
+    maker = _Maker(7, seed)
+    dice = maker.dice
+    documents = [maker.blocks(round(200 ** dice.random())) for _ in range(2_000)]
+    rates = [dice.paretovariate(0.9) for _ in documents]
+    timed: list[Timed] = []
+    for document, rate in zip(documents, rates, strict=True):
+        arrivals = _RATE * rate / sum(rates)
+        now = dice.expovariate(arrivals)
+        while now < _REQUESTS / _RATE * 1.1:
+            timed.append((now, document + maker.blocks(dice.randint(0, 2))))
+            now += dice.expovariate(arrivals)
+    return _in_order(timed)
+
+
+def tool_calls(seed: int = 0) -> list[Request]:
+    """Agents that pause for tools: log-normal pauses of 2 to 120 s, sessions side by side, and
+    four system prompts with their tools. The user of a session may come back for more."""
+    maker = _Maker(8, seed)
+    dice = maker.dice
+    prompts = [maker.blocks(dice.randint(8, 32)) for _ in range(4)]
+    timed: list[Timed] = []
+    for _ in range(1_000):
+        now = dice.uniform(0, 0.4 * _REQUESTS / _RATE)
+        blocks = list(dice.choice(prompts))
+        pace = dice.lognormvariate(2.4, 0.7)  # of the tools that this session calls
+        while True:
+            blocks = blocks + maker.blocks(dice.randint(1, 8))
+            timed.append((now, blocks))
+            while dice.random() < 0.85:
+                now += min(max(pace * dice.lognormvariate(0, 0.7), 2.0), 120.0)
+                blocks = blocks + maker.blocks(dice.randint(1, 6))
+                timed.append((now, blocks))
+            if dice.random() < 0.6:
+                break
+            now += dice.lognormvariate(5.3, 1.0)
+    return _in_order(timed)
+
+
+WORKLOADS: dict[str, Callable[[int], list[Request]]] = {
+    made.__name__: made
+    for made in (agents, change, documents, lengths, loop, paces, scan, tool_calls)
 }

@@ -22,6 +22,8 @@ from kvtier.core.eviction.adaptive.block_kinds import (
     Seen,
     added_kind,
     conclude,
+    pause_level,
+    pause_of,
     shared_kind,
 )
 from kvtier.core.eviction.adaptive.history import SAMPLED_IN, History
@@ -73,12 +75,12 @@ class TestGhosts:
 
 class TestForecast:
     def test_without_knowledge_the_older_are_worth_less(self) -> None:
-        forecast = Forecast(2, 2)
+        forecast = Forecast(2, [1] * 2)
         rates = forecast.rate(np.zeros(5, dtype=np.uint8), ages(0.5, 2, 30, 600, 20_000))
         assert all(rates[:-1] > rates[1:])
 
     def test_what_returns_after_a_minute_is_worth_more_shortly_before(self) -> None:
-        forecast = Forecast(2, 1)
+        forecast = Forecast(2, [1])
         for _ in range(2000):
             forecast.reused.note(0, 60.0)
         forecast.refresh(np.zeros((2, AGES)))
@@ -88,7 +90,7 @@ class TestForecast:
         assert shortly_before > early > late
 
     def test_a_kind_that_is_given_up_is_worth_less_than_one_that_returns(self) -> None:
-        forecast = Forecast(2, 2)
+        forecast = Forecast(2, [1] * 2)
         for _ in range(2000):
             forecast.reused.note(0, 60.0)
             forecast.lost.note(1, 600.0)
@@ -99,7 +101,7 @@ class TestForecast:
     def test_those_still_waiting_count(self) -> None:
         waiting = np.zeros((1, AGES))
         waiting[0, step(600.0)] = 10_000
-        quick, patient = Forecast(1, 1), Forecast(1, 1)
+        quick, patient = Forecast(1, [1]), Forecast(1, [1])
         for forecast, crowd in ((quick, waiting * 0), (patient, waiting)):
             for _ in range(1000):
                 forecast.reused.note(0, 60.0)
@@ -107,13 +109,26 @@ class TestForecast:
         kind = np.zeros(1, dtype=np.uint8)
         assert quick.rate(kind, ages(10.0)) > 3 * patient.rate(kind, ages(10.0))
 
+    def test_few_uses_say_less_of_their_very_age_than_many(self) -> None:
+        few, many = Forecast(2, [1]), Forecast(2, [1])
+        for forecast, uses in ((few, 20), (many, 2000)):
+            for _ in range(uses):
+                forecast.reused.note(1, 60.0)
+            forecast.refresh(np.zeros((2, AGES)))
+        kind = np.ones(1, dtype=np.uint8)
+        sharpness = [
+            float((each.rate(kind, ages(55.0)) / each.rate(kind, ages(15.0)))[0])
+            for each in (few, many)
+        ]
+        assert sharpness[1] > 1.65 * sharpness[0]
+
     def test_what_is_worth_nothing_is_worth_nothing(self) -> None:
-        assert Forecast(3, 2).rate(np.array([3], dtype=np.uint8), ages(1.0)) == 0.0
+        assert Forecast(3, [1] * 2).rate(np.array([3], dtype=np.uint8), ages(1.0)) == 0.0
 
 
 class TestHistory:
     def test_a_use_ends_one_wait_and_begins_the_next(self) -> None:
-        forecast = Forecast(3, 3)
+        forecast = Forecast(3, [1] * 3)
         history = History(forecast)
         ((_, cell, tag),) = history.sample([SAMPLED_IN * 5])
         history.write(cell, tag, 0.0, 1, 4, 0)
@@ -124,7 +139,7 @@ class TestHistory:
         assert (history.tags[cell], history.marks[cell]) == (tag, 5)
 
     def test_another_key_in_the_same_cell_ends_a_wait_unanswered(self) -> None:
-        forecast = Forecast(1, 1)
+        forecast = Forecast(1, [1])
         history = History(forecast)
         first, second = SAMPLED_IN * 5, SAMPLED_IN * (5 + history.cells)
         ((_, cell, _), (_, same_cell, _)) = history.sample([first, second])
@@ -135,17 +150,19 @@ class TestHistory:
 
     def test_it_grows_seldom_and_remembers(self) -> None:
         """As of a tier that has more slots from time to time."""
-        forecast = Forecast(1, 1)
+        forecast = Forecast(1, [1])
         history = History(forecast)
         tags = [SAMPLED_IN * number for number in range(1, 3000)]
         for _, cell, tag in history.sample(tags):
             history.write(cell, tag, float(tag), 0, tag % 251, tag % 3)
         before, sizes = history.cells, set()
-        for slots in range(before, 3 * before, before // 16):
+        for slots in range(before // 2, 3 * before // 2, before // 32):
             history.resize(slots)
             sizes.add(history.cells)
-        assert sizes == {before, 2 * before, 4 * before}
-        assert forecast.memory == history.cells
+        assert len(sizes) <= 4
+        assert min(sizes) == before
+        assert 3 * before <= 2 * slots + before // 16 <= history.cells + before // 16
+        assert forecast.memory == history.cells // 2
         found = {tag: cell for _, cell, tag in history.sample(tags)}
         kept = [
             (history.tags[cell], history.times[cell], history.marks[cell], history.rests[cell])
@@ -154,25 +171,35 @@ class TestHistory:
         assert kept == [(tag, float(tag), tag % 251, tag % 3) for tag in found]
 
     def test_a_large_table_is_counted_in_turns(self) -> None:
-        history = History(Forecast(1, 1))
+        history = History(Forecast(1, [1]))
         half = history.cells
-        history.resize(2 * half)
+        history.resize(half)
         for cell in (0, half, half + 1):
             history.write(cell, SAMPLED_IN, 0.0, 0, 0, 0)
         assert [history.waiting(9.0, 1).sum() for _ in range(4)] == [2.0, 4.0, 2.0, 4.0]
 
     def test_no_part_of_a_large_table_is_too_small_to_stand_for_it(self) -> None:
-        history = History(Forecast(2, 2))
-        history.resize(2 * history.cells + 1)
+        history = History(Forecast(2, [1] * 2))
+        history.resize(history.cells + 3)
         for cell in range(history.cells):
             history.write(cell, SAMPLED_IN, 0.0, int(cell == history.cells - 1), 0, 0)
         seen = [history.waiting(9.0, 2)[1].sum() for _ in range(6)]
         assert sorted(seen)[:4] == [0.0] * 4, "the last one is counted once in three turns"
         assert max(seen) == 3.0, "and is not taken for all"
 
+    def test_what_has_waited_for_long_counts_less(self) -> None:
+        """As old uses do: else a large table learns late that the workload has changed."""
+        history = History(Forecast(1, [1]))
+        history.write(0, SAMPLED_IN, 0.0, 0, 0, 0)
+        history.write(1, SAMPLED_IN, 100.0, 0, 0, 0)
+        counts = [history.waiting(100.0 + turn, 1) for turn in range(100)]
+        assert counts[0].sum() == 2.0
+        assert 0.9 < counts[11][0, step(11.0)] / 0.5 < 1.1
+        assert counts[11][0, step(111.0)] < 0.01
+
     def test_only_a_sample_is_watched(self) -> None:
         dice = random.Random(3)
-        watched = History(Forecast(1, 1)).sample([dice.getrandbits(32) for _ in range(4000)])
+        watched = History(Forecast(1, [1])).sample([dice.getrandbits(32) for _ in range(4000)])
         assert 900 < len(watched) < 1100
 
 
@@ -190,36 +217,42 @@ class TestRuns:
 
 class TestKinds:
     def test_the_next_turn_follows_the_end_of_the_last(self) -> None:
-        story = conclude(Seen(mark=2, rest=2, again=True), fresh=2, length=20)
+        story = conclude(Seen(mark=2, rest=2, again=True, pause=0), fresh=2, length=20)
         assert (story.turn, story.forked) == (3, False)
 
     def test_the_rest_of_the_same_request_is_no_new_turn(self) -> None:
-        assert conclude(Seen(mark=2, rest=0, again=False), fresh=2, length=20).turn == 2
-        assert conclude(Seen(mark=0, rest=0, again=False), 2, 20) == conclude(None, 2, 20)
+        assert conclude(Seen(mark=2, rest=0, again=False, pause=0), fresh=2, length=20).turn == 2
+        assert conclude(Seen(mark=0, rest=0, again=False, pause=0), 2, 20) == conclude(None, 2, 20)
 
     def test_a_request_that_leaves_another_halfway_is_a_fork(self) -> None:
-        story = conclude(Seen(mark=2, rest=3, again=True), fresh=2, length=20)
+        story = conclude(Seen(mark=2, rest=3, again=True, pause=0), fresh=2, length=20)
         assert (story.turn, story.forked) == (0, True)
 
     def test_the_same_request_again_is_no_fork(self) -> None:
-        story = conclude(Seen(mark=0, rest=3, again=True), fresh=0, length=20)
+        story = conclude(Seen(mark=0, rest=3, again=True, pause=0), fresh=0, length=20)
         assert (story.turn, story.forked) == (1, False)
 
     def test_a_late_turn_is_still_a_turn(self) -> None:
-        assert conclude(Seen(TURN_MAX, rest=0, again=True), 1, 9).turn == TURN_MAX < SHARED
+        assert conclude(Seen(TURN_MAX, rest=0, again=True, pause=0), 1, 9).turn == TURN_MAX < SHARED
 
     def test_a_beginning_that_many_share_says_nothing_of_a_first_request(self) -> None:
-        few, many = (conclude(Seen(SHARED + uses, 9, True), 2, 9) for uses in (31, 32))
-        assert few.kind == conclude(Seen(0, 9, True), 2, 9).kind
+        few, many = (conclude(Seen(SHARED + uses, 9, True, 0), 2, 9) for uses in (31, 32))
+        assert few.kind == conclude(Seen(0, 9, True, 0), 2, 9).kind
         assert many == conclude(None, 2, 9)
 
     def test_no_kind_is_two_things(self) -> None:
-        turns = [conclude(Seen(turn, 0, True), new, 9).kind for turn in range(99) for new in (0, 9)]
+        pauses = {pause_level(float(seconds)) for seconds in range(200)}
+        turns = [
+            conclude(Seen(turn, 0, True, pause), new, 9).kind
+            for turn in range(33)
+            for new in (0, 9)
+            for pause in pauses
+        ]
         sorts = [
             {conclude(None, length, length).kind for length in range(1, 2000)},
             set(turns),
             set(map(added_kind, turns)),
-            {conclude(Seen(0, 9, True), 2, 9).kind},
+            {conclude(Seen(0, 9, True, 0), 2, 9).kind},
             {shared_kind(mark) for mark in range(SHARED, MARK_MAX + 1)},
             {RESTORED},
         ]
@@ -227,6 +260,13 @@ class TestKinds:
         assert sorts[2] == set(map(added_kind, sorts[1]))
         for sort in (sorts[0], *sorts[3:]):
             assert set(map(added_kind, sort)) == sort
+
+    def test_a_turn_after_a_longer_pause_is_of_another_kind_and_so_is_the_rest_of_it(self) -> None:
+        soon, late = (Seen(2, 0, True, pause_level(pause)) for pause in (3.0, 60.0))
+        assert conclude(soon, 2, 9).kind != conclude(late, 2, 9).kind
+        for seen in (soon, late):
+            kind = conclude(seen, 2, 9).kind
+            assert pause_of(kind) == pause_of(added_kind(kind)) == seen.pause
 
     def test_what_is_shared_by_more_is_of_another_kind(self) -> None:
         assert len({shared_kind(SHARED + uses) for uses in (0, 1, 4, 20, 127)}) == 5

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.core.eviction.adaptive.reuse_forecast import AGES, Forecast, age_positions
+from kvtier.core.eviction.adaptive.reuse_forecast import AGE_STARTS, AGES, Forecast, age_positions
 
 SAMPLED_IN = 4
 """One key in so many is watched, chosen by its fingerprint; a power of two."""
 _SAMPLE_BITS = SAMPLED_IN.bit_length() - 1
-_CELLS_MIN = 1 << 14
-_CENSUS_CELLS = 1 << 14
+_CELLS_A_SLOT = 2
+"""What is popular at random times is told from what is not by uses that lie far apart: with half as
+many cells it was forgotten between two of them."""
+_CELLS_MIN = 3 << 13
+_MEMORY_MIN = 1 << 14
+_CENSUS_CELLS = _CELLS_MIN
 """At most so many cells are counted at once."""
+_CENSUSES = 12
+"""A wait counts half when it is as long as it took to count so many times."""
 _EMPTY = 0
 
 
@@ -30,10 +37,12 @@ class History:
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
         self._reused, self._lost = forecast.reused, forecast.lost
+        self._counted_at: deque[float] = deque(maxlen=_CENSUSES)
         self._reset(_CELLS_MIN)
 
     def _reset(self, cells: int) -> None:
-        self.cells = self._forecast.memory = cells
+        self.cells = cells
+        self._forecast.memory = max(cells // _CELLS_A_SLOT, _MEMORY_MIN)
         # Parts of equal size: a small one at the end would say next to nothing of all.
         self._census = -(-cells // -(-cells // _CENSUS_CELLS))
         self._census_at = 0
@@ -48,15 +57,16 @@ class History:
         return self.cells * 11
 
     def resize(self, slots: int) -> None:
-        """Have a cell for each slot; what was remembered stays where it still maps.
+        """Have two cells for each slot; what was remembered stays where it still maps.
 
-        Twice as many as before at least: a tier that grows slab by slab calls for each, and must
-        not move everything each time.
+        Half as many again as before at least: a tier that grows slab by slab calls for each, and
+        must not move everything each time.
         """
-        if slots <= self.cells:
+        wanted = _CELLS_A_SLOT * slots
+        if wanted <= self.cells:
             return
         before = self._columns()
-        self._reset(max(slots, 2 * self.cells))
+        self._reset(max(wanted, self.cells * 3 // 2))
         tags = before[0]
         cells = np.flatnonzero(tags != _EMPTY)
         places = (tags[cells] >> _SAMPLE_BITS) % self.cells
@@ -92,7 +102,11 @@ class History:
         self.rests[cell] = rest
 
     def waiting(self, now: float, kinds: int) -> NDArray[np.float64]:
-        """How many watched blocks wait, by kind and age; in a large table a part stands for all."""
+        """How many watched blocks wait, by kind and age; in a large table a part stands for all.
+
+        What has waited for long counts less and less, as what was counted once is halved: else a
+        table that remembers for long learns late that the workload has changed.
+        """
         part = slice(self._census_at, self._census_at + self._census)
         tags = np.frombuffer(self.tags, dtype=np.uint32)[part]
         ages = now - np.frombuffer(self.times, dtype=np.float32)[part].astype(np.float64)
@@ -104,4 +118,13 @@ class History:
         self._census_at += self._census
         if self._census_at >= self.cells:
             self._census_at = 0
-        return counts.astype(np.float64) * (self.cells / len(tags))
+        return counts * (self._weights(now) * (self.cells / len(tags)))
+
+    def _weights(self, now: float) -> NDArray[np.float64]:
+        """How much a wait counts, by its age."""
+        self._counted_at.append(now)
+        passed = now - self._counted_at[0]
+        if len(self._counted_at) < _CENSUSES or passed <= 0:
+            return np.ones(AGES)
+        weights: NDArray[np.float64] = 0.5 ** (AGE_STARTS / passed)
+        return weights

@@ -11,6 +11,7 @@ returns after a minute or two earns much in its first minute although nothing ha
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,15 @@ Floats = NDArray[np.float64]
 AGES = 60
 _STEPS_PER_OCTAVE = 3
 _YOUNGEST_S = 0.125
+AGE_STARTS: Floats = _YOUNGEST_S * 2 ** (np.arange(AGES) / _STEPS_PER_OCTAVE)
+"""Where the steps of the scale begin, in seconds."""
 # Arrays without a dimension: numpy multiplies by them in half the time that a number takes.
 _YOUNGEST = np.array(_YOUNGEST_S)
 _PER_OCTAVE = np.array(float(_STEPS_PER_OCTAVE))
 _OLDEST = np.array(AGES - 1.001)
 _ONE = np.array(1.0)
 _INSTANT = np.array(1e-300)
-_PRIOR_HAZARD = 0.05
+_PRIOR_HAZARD = 0.1
 """The same chance in every step of a logarithmic scale: then the rate falls as 1 / age, and blocks
 are ordered as LRU does. What is learned moves away from that."""
 _PRIOR_WEIGHT = 8.0
@@ -34,7 +37,8 @@ _POOL_WEIGHT = 100.0
 _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
-_SMOOTHINGS = 2
+_SURE = 100.0
+"""So many uses at an age are as good a reason for a sharp curve as for a smooth one."""
 
 
 def _positions(ages: Floats) -> Floats:
@@ -56,11 +60,37 @@ def age_positions(ages: Floats) -> Floats:
     return positions
 
 
-def _smooth(counts: Floats) -> Floats:
-    for _ in range(_SMOOTHINGS):
-        padded = np.hstack([counts[:, :1], counts, counts[:, -1:]])
-        counts = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
-    return counts
+def _smoothing(passes: int) -> Floats:
+    """What counts by age are multiplied with to be smoothed so many times."""
+    matrix: Floats = np.eye(AGES)
+    for _ in range(passes):
+        padded = np.hstack([matrix[:, :1], matrix, matrix[:, -1:]])
+        matrix = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
+    return matrix
+
+
+_SHARP = _smoothing(2)
+_SMOOTH = _smoothing(6)
+
+
+def _smoothed(reused: Floats, at_risk: Floats) -> tuple[Floats, Floats]:
+    """Where few uses were counted they say little of their very age, where many were they do."""
+    sharp = reused @ _SHARP
+    sure = sharp / (sharp + _SURE)
+    return (
+        sure * sharp + (1 - sure) * (reused @ _SMOOTH),
+        sure * (at_risk @ _SHARP) + (1 - sure) * (at_risk @ _SMOOTH),
+    )
+
+
+def _leaned(reused: Floats, at_risk: Floats, expected_hazard: Floats) -> Floats:
+    """The chances by kind and age: those expected, at a level of the kind's own, as far as it has
+    seen too little to know better."""
+    expected = (at_risk * expected_hazard).sum(axis=1, keepdims=True)
+    level = (reused.sum(axis=1, keepdims=True) + _LEVEL_WEIGHT) / (expected + _LEVEL_WEIGHT)
+    leaned = np.minimum(expected_hazard * level, 0.9)
+    hazard: Floats = np.minimum((reused + _POOL_WEIGHT * leaned) / (at_risk + _POOL_WEIGHT), 0.95)
+    return hazard
 
 
 class Counts:
@@ -94,15 +124,22 @@ class Counts:
 class Forecast:
     """Counts of what happened at each age, and the rates that follow, for `kinds` kinds of block.
 
-    The first `pooled` kinds lean on each other where they have seen little, the others stand alone.
+    The first kinds come in groups of so many. Where they have seen little they lean on their group,
+    and the groups on each other. The kinds after these stand alone.
     A kind in `heads` is never worth less than the one in `tails` that follows it in a prefix.
     """
 
     def __init__(
-        self, kinds: int, pooled: int, heads: slice = slice(0), tails: slice = slice(0)
+        self,
+        kinds: int,
+        groups: Sequence[int],
+        heads: slice = slice(0),
+        tails: slice = slice(0),
     ) -> None:
         self._kinds = kinds
-        self._pooled = pooled
+        self._pooled = sum(groups)
+        self._group_sizes = groups
+        self._groups = np.cumsum([0, *groups[:-1]])
         self._heads, self._tails = heads, tails
         self.memory = 1 << 14
         """When so many uses were counted, all counts are halved: the old count less and less."""
@@ -115,7 +152,7 @@ class Forecast:
         self._width: Floats = np.diff(edges)
         self.rates: Floats = np.zeros((kinds + 1, AGES))
         """By kind and age; the last row is of what is worth nothing."""
-        self._unseen = np.arange(kinds) < pooled
+        self._unseen = np.arange(kinds) < self._pooled
         self._first_cell = np.arange(kinds + 1, dtype=np.intp) * AGES
         self.refresh(np.zeros((kinds, AGES)))
 
@@ -128,7 +165,7 @@ class Forecast:
         reused, lost = self.reused.count(), self.lost.count()
         left = lost + waiting
         at_risk = np.cumsum((reused + left)[:, ::-1], axis=1)[:, ::-1] - 0.5 * left
-        hazards = self._hazards(_smooth(reused), _smooth(at_risk))
+        hazards = self._hazards(*_smoothed(reused, at_risk))
         # All pooled kinds that nobody has seen yet have one curve, and so have the others.
         curve = np.where(at_risk[:, 0] > 0, np.arange(2, self._kinds + 2), self._unseen)
         _, first, which = np.unique(curve, return_index=True, return_inverse=True)
@@ -139,18 +176,20 @@ class Forecast:
             lost *= 0.5
 
     def _hazards(self, reused: Floats, at_risk: Floats) -> Floats:
-        alone = slice(self._pooled, None)
+        pooled, alone = slice(self._pooled), slice(self._pooled, None)
         prior = _PRIOR_WEIGHT * _PRIOR_HAZARD
-        together = (reused[: self._pooled].sum(0) + prior) / (
-            at_risk[: self._pooled].sum(0) + _PRIOR_WEIGHT
+        together = (reused[pooled].sum(0) + prior) / (at_risk[pooled].sum(0) + _PRIOR_WEIGHT)
+        groups = _leaned(
+            np.add.reduceat(reused[pooled], self._groups),
+            np.add.reduceat(at_risk[pooled], self._groups),
+            together,
         )
-        expected = (at_risk * together).sum(axis=1, keepdims=True)
-        level = (reused.sum(axis=1, keepdims=True) + _LEVEL_WEIGHT) / (expected + _LEVEL_WEIGHT)
-        leaned = np.minimum(together * level, 0.9)
-        hazard = (reused + _POOL_WEIGHT * leaned) / (at_risk + _POOL_WEIGHT)
-        hazard[alone] = (reused[alone] + prior) / (at_risk[alone] + _PRIOR_WEIGHT)
-        result: Floats = np.minimum(hazard, 0.95)
-        return result
+        hazard = (reused + prior) / (at_risk + _PRIOR_WEIGHT)
+        hazard[pooled] = _leaned(
+            reused[pooled], at_risk[pooled], np.repeat(groups, self._group_sizes, axis=0)
+        )
+        hazard[alone] = np.minimum(hazard[alone], 0.95)
+        return hazard
 
     def _best_rates(self, hazard: Floats) -> Floats:
         """For each kind and age, the best over all ages to wait for of hits / time spent."""
