@@ -213,7 +213,7 @@ def test_what_another_connector_did_not_load_is_not_built_upon(
     computes all of it anew, but what the step computed was on its way into the tiers already."""
     forgetful = {
         "kv_connector": "Forgetful",
-        "kv_connector_module_path": "engines.forgetful",
+        "kv_connector_module_path": "forgetful",
         "kv_role": "kv_both",
     }
     transfer = {
