@@ -31,8 +31,8 @@ _DECODING_S = 1.0
 class StorePace:
     """One engine's. The engine's own thread tells of its steps, a copier's threads of their stores.
 
-    The engine's thread takes no lock: what it writes are single numbers and short deques, of which
-    it alone is the owner.
+    The engine's thread takes no lock in a step. Only it writes what is compared; a copier's threads
+    read single numbers of it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -106,14 +106,13 @@ class Writer:
 
     def live(self, moment: Moment) -> None:
         """Open the medium, use it, die. The last line kills whoever outlived the moment."""
+        sheds = self._subject.sheds and bool(self._engine)
 
         def plan(call: Call) -> Fault | None:
             dead = moment.kind == "call" and call.number == int(moment.at)
             if sheds and call.name == "unlink":
                 self._say("U", "")
             return Fault.DEATH if dead else None
-
-        sheds = self._subject.sheds and bool(self._engine)
 
         disk = FaultyDisk(plan, seed=self._dice.randrange(1 << 30))
         steps = Steps(self._subject.backend, int(moment.at))

@@ -108,16 +108,21 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     assert moved == [3]
 
 
-def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
-    _pool, layout, host, job = setting()
-    device = FakeDevice(staging=2, room=3 * PAGE)
-    copier = CudaCopier(layout, device, host, NAMESPACE)
-    assert copier.prepared.wait(60)
+def store_while_awaited(copier: CudaCopier, job: Job) -> None:
+    """The engine waits until the job has left its blocks; then the job ends well."""
     copier.submit(job)
     copier.wait([0])
     while not (results := copier.poll()):
         pass
     assert results[0].ok
+
+
+def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
+    _pool, layout, host, job = setting()
+    device = FakeDevice(staging=2, room=3 * PAGE)
+    copier = CudaCopier(layout, device, host, NAMESPACE)
+    assert copier.prepared.wait(60)
+    store_while_awaited(copier, job)
     copier.close()
 
 
@@ -131,11 +136,7 @@ def test_an_engine_that_waits_for_a_store_does_not_wait_for_its_pace() -> None:
     copier._pace.share, copier._pace._next = 1 / 64, clock() + 3600
     steps.listener(1, 0.006)
     assert copier._pace.delay() == 3600
-    copier.submit(job)
-    copier.wait([0])
-    while not (results := copier.poll()):
-        pass
-    assert results[0].ok
+    store_while_awaited(copier, job)
     copier.close()
     assert steps.listener is None
 
