@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' -)
+STAMP  := $(VENV)/.ready-$(shell cat pyproject.toml requirements.lock | cksum | tr ' ' -)
 
 # vLLM lives apart: it pins many versions of its own.
 VLLM_VENV  := .venv-vllm
@@ -277,12 +277,14 @@ endif
 gpu-engine-wheels: $(VLLM_STAMP)
 	$(VLLM_BIN)/python tools/gpu_engine_wheels.py $(GPU_ENGINE)
 
-# The versions that `make test` installs: the newest that pyproject.toml allows, today.
+# The versions that `make venv` installs: the newest that pyproject.toml allows, today, for every
+# Python and processor, each with the hashes of its files.
+LOCK = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 lock:
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
-	.venv-lock/bin/pip install --quiet '.[dev]'
-	.venv-lock/bin/pip freeze --exclude kvtier > constraints.txt
+	.venv-lock/bin/pip install --quiet 'uv>=0.9,<1'
+	.venv-lock/bin/$(LOCK) --upgrade --extra dev --output-file requirements.lock pyproject.toml
 	rm -rf .venv-lock
 
 venv: $(STAMP)
@@ -290,7 +292,8 @@ venv: $(STAMP)
 $(STAMP):
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 

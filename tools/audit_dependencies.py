@@ -1,8 +1,8 @@
-"""Whether what is installed here is as constraints.txt pins it: no network is asked.
+"""Whether what is installed here is as requirements.lock pins it: no network is asked.
 
 Packages that are not pinned, or pinned for another Python, are no fault.
 
-For known holes, with network: `pip-audit -r constraints.txt --no-deps --disable-pip`.
+For known holes, with network: `pip-audit -r requirements.lock --no-deps --disable-pip`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def pins(lock: str) -> dict[str, str]:
+    """The version of each package in a lock's text, by its plain name."""
+    found = re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)
+    return {plain(name): version for name, version in found}
+
+
 def differences(pinned: dict[str, str], installed: dict[str, str]) -> list[str]:
     """What is not as it is pinned, a sentence each."""
     return [
@@ -29,9 +35,7 @@ def differences(pinned: dict[str, str], installed: dict[str, str]) -> list[str]:
 
 def main() -> int:
     """1 if anything differs."""
-    lines = Path(__file__).parents[1].joinpath("constraints.txt").read_text().splitlines()
-    pairs = [line.split("==") for line in lines if "==" in line]
-    pinned = {plain(name): version for name, version in pairs}
+    pinned = pins(Path(__file__).parents[1].joinpath("requirements.lock").read_text())
     installed = {plain(each.metadata["Name"]): each.version for each in distributions()}
     found = differences(pinned, installed)
     for each in found:

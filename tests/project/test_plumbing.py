@@ -17,11 +17,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+LOCK = (ROOT / "requirements.lock").read_text()
+
+
 def locked() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pairs = [line.split("==") for line in lines]
-    assert all(len(pair) == 2 for pair in pairs), "constraints.txt has name==version lines only"
-    return {name.lower().replace("_", "-"): version for name, version in pairs}
+    found = re.findall(r"^([\w.-]+)==(\S+)", LOCK, re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in found}
+
+
+def test_what_is_locked_has_the_hashes_of_its_files() -> None:
+    entries = re.split(r"\n(?=\S)", LOCK.strip())
+    assert len(entries) == len(locked())
+    for entry in entries:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
 
 
 def required() -> list[Requirement]:
@@ -57,7 +65,7 @@ def test_what_is_installed_is_not_installed_again(source_tree: Path, tmp_path: P
     """The stamp in the virtual environment stands for the exact requirements."""
     project = tmp_path / "project"
     project.mkdir()
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         (project / name).write_bytes((source_tree / name).read_bytes())
 
     def plan() -> str:
@@ -70,7 +78,7 @@ def test_what_is_installed_is_not_installed_again(source_tree: Path, tmp_path: P
     (project / ".venv").mkdir()
     (project / stamp[1]).touch()
     assert "pip install" not in plan()
-    with (project / "constraints.txt").open("a") as file:
+    with (project / "requirements.lock").open("a") as file:
         file.write("more==1\n")
     assert "pip install" in plan()
 
