@@ -15,12 +15,13 @@ def judge(
     looks: Sequence[Mapping[str, float]],
     flat: Mapping[str, float],
     of: str,
+    since: int = 0,
 ) -> None:
-    """Find what grows over the second half of the looks: by more in a thousand (of what counts as
-    `of`) than `flat` allows, and more than the line's error explains."""
+    """Find what grows over the second half of the looks, and not before so many of what counts as
+    `of`: by more in a thousand than `flat` allows, and more than the line's error explains."""
+    half = [each for each in looks[len(looks) // 2 :] if each[of] >= since]
     for what, most in flat.items():
-        pairs = [(each[of] / 1000, float(each[what])) for each in looks]
-        more, error = slope(pairs[len(pairs) // 2 :])
+        more, error = slope([(each[of] / 1000, float(each[what])) for each in half])
         round.notes.append(f"{what}: {more:+.3g} ± {error:.2g} in 1000 {of}")
         grows = more > most and more > _ERRORS * error
         round.check(not grows, f"{what} grows by {more:.3g} ± {error:.2g} in 1000 {of}")

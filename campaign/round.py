@@ -76,7 +76,9 @@ class Scenario(ABC):
     """Of the campaign's time, beside the others'; 0 is played only if it is named."""
     limit_s: float = 120.0
     """A round that counts nothing for so long hangs."""
+    round_s: float = 0.0
+    """What a round takes, where that is long: it waits until the others have had as much."""
 
     @abstractmethod
     def play(self, round: Round) -> None:
-        """One round, of a few seconds."""
+        """One round, of a few seconds as a rule."""

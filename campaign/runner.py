@@ -132,7 +132,7 @@ class Runner:
         return self.books.tallies.setdefault(scenario.name, Tally())
 
     def _had(self, scenario: Scenario) -> float:
-        return self._tally(scenario).seconds / (scenario.share or 1.0)
+        return (self._tally(scenario).seconds + scenario.round_s) / (scenario.share or 1.0)
 
     def _write(self) -> None:
         self._written = time.monotonic()

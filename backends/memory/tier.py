@@ -160,7 +160,9 @@ class MemoryTier(Tier):
 
     def release(self, session: str, keys: Sequence[BlockKey] = (), *, all: bool = True) -> None:
         free = {*self.retained.release(session, None if all else keys), *keys}
-        self._released |= {key for key in free if key in self._resident}
+        self._released |= {
+            key for key in free if key in self._resident and not self.retained.wanted(key)
+        }
 
     def retained_for(self, session: str) -> Sequence[BlockKey]:
         return self.retained.blocks_of(session)

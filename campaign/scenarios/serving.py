@@ -15,8 +15,9 @@ from campaign.growth import judge, slope
 from campaign.round import Round, Scenario
 
 _PYTHON = Path(campaign.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-_REQUESTS = 800
-"""An engine takes some hundred requests to have all the memory that it will use again."""
+_WARM_UP = 800
+"""Until then an engine, with kvtier or without, comes by the memory that it will use again."""
+_REQUESTS = 2 * _WARM_UP
 _DAY_S = 600.0
 _FLAT = {
     "pins": 0.0,
@@ -41,6 +42,7 @@ class Serving(Scenario):
     )
     share = 0.7
     limit_s = 900.0
+    round_s = 600.0
 
     def play(self, round: Round) -> None:
         if not _PYTHON.exists():
@@ -56,7 +58,7 @@ class Serving(Scenario):
             for what in ("pins", "slots in flight", "known requests", "mistakes"):
                 round.check(not each[what], f"{each[what]} {what} at rest: {each}")
             round.check(each["at rest"], f"not at rest: {each}")
-        judge(round, looks, _FLAT, of="requests")
+        judge(round, looks, _FLAT, of="requests", since=_WARM_UP)
 
     def _looks(self, round: Round, seed: int, *options: str) -> list[dict[str, Any]]:
         """One life of an engine; it starts several processes."""

@@ -172,7 +172,7 @@ class Tier(ABC):
         self, session: str, keys: Sequence[BlockKey] = (), *, all: bool = True
     ) -> None:
         """A session does not need these any more, nor (`all`) anything else: its blocks are evicted
-        before others, but for what another session retains."""
+        before others, but for what another session retains, or would if there were room."""
 
     def retained_for(self, session: str) -> Sequence[BlockKey]:
         """The blocks that are retained for a session, each prefix from its head on."""

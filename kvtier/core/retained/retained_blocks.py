@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
+from kvtier.core.retained.refused_blocks import RefusedBlocks
 from kvtier.types import BlockKey
 
 BLOCKS_MAX = 1 << 16
@@ -53,6 +54,7 @@ class RetainedBlocks:
         self._ends: list[tuple[float, str, BlockKey]] = []
         """A heap; what was prolonged stands there more than once."""
         self._ended: list[BlockKey] = []
+        self._without_place = RefusedBlocks(BLOCKS_MAX, SESSIONS_MAX, clock)
         self._richest = NO_SESSION
         self._next_look = 0.0
         self.refused = self.released = 0
@@ -64,6 +66,10 @@ class RetainedBlocks:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def wanted(self, key: BlockKey) -> bool:
+        """Whether a session retains a block, or would if there were a place for it."""
+        return key in self._held or key in self._without_place
 
     def allow(self, blocks: int) -> None:
         """Let so many be retained."""
@@ -97,6 +103,8 @@ class RetainedBlocks:
                 if until != math.inf:
                     heapq.heappush(self._ends, (until, session, key))
             taken += 1
+        self._without_place.forget(session, keys[:taken])
+        self._without_place.note(session, keys[taken:], until)
         if not mine:
             self._sessions.pop(session, None)
         self._drop_stale_ends()
@@ -118,7 +126,9 @@ class RetainedBlocks:
             if other is None:
                 return False
             self.refused += 1
-            self._let_go(other, next(reversed(self._sessions[other])))
+            key, until = next(reversed(self._sessions[other].items()))
+            self._let_go(other, key)
+            self._without_place.note(other, [key], until)
             if not self._sessions[other]:
                 del self._sessions[other]
         return True
@@ -160,19 +170,21 @@ class RetainedBlocks:
         self._ended.append(key)
         return True
 
-    def release(self, session: str, keys: Iterable[BlockKey] | None = None) -> list[BlockKey]:
-        """A session needs these no more (None: nothing). Answers with those that nobody retains."""
+    def release(self, session: str, keys: Sequence[BlockKey] | None = None) -> list[BlockKey]:
+        """A session needs these no more (None: nothing). Answers with those that nobody wants."""
         self.expire()
+        self._without_place.forget(session, keys)
         mine = self._sessions.get(session, {})
         gone = [key for key in (list(mine) if keys is None else keys) if key in mine]
         free = [key for key in gone if self._let_go(session, key)]
         if not mine:
             self._sessions.pop(session, None)
         self.released += len(free)
-        return free
+        return [key for key in free if key not in self._without_place]
 
     def expire(self) -> None:
         """Let go of what has ended."""
+        self._without_place.expire()
         if not self._ends or self._ends[0][0] > (now := self._clock()):
             return
         while self._ends and self._ends[0][0] <= now:
@@ -205,6 +217,7 @@ class RetainedBlocks:
         self._sessions.clear()
         self._held.clear()
         self._ends.clear()
+        self._without_place.clear()
 
     def blocks_of(self, session: str, most: int = BLOCKS_MAX) -> list[BlockKey]:
         """What a session retains, in the order in which it was retained."""

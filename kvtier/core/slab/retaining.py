@@ -50,7 +50,7 @@ class RetainingTier(RecoveringTier):
     def _go_first(self, keys: Sequence[BlockKey]) -> None:
         where = self._where
         self._policy.release(
-            [where[key] for key in keys if key in where and key not in self.retained]
+            [where[key] for key in keys if key in where and not self.retained.wanted(key)]
         )
 
     def retained_for(self, session: str) -> Sequence[BlockKey]:

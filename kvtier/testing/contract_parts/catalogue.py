@@ -198,6 +198,10 @@ class CatalogueContract(PinContract):
         assert rig.tier.retain(keys[2:3], "session", math.inf) == 1
         rig.tier.release("session")
         assert rig.tier.victims(2) == [keys[1], keys[0]]
+        assert rig.tier.retain(keys[:4], "another", math.inf) == 2
+        rig.tier.release("session", keys[3:5])
+        assert rig.tier.victims(1) == [keys[4]], "the other session would retain keys[3]"
+        rig.tier.release("another")
         assert rig.tier.retain(keys[:1], "session", math.inf) == 0
         rig.tier.clear()
         assert rig.tier.retained_for("session") == []

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from kvtier.core.retained.refused_blocks import RefusedBlocks
 from kvtier.core.retained.retained_blocks import (
     PINNED,
     SESSIONS_MAX,
@@ -152,3 +153,39 @@ def test_the_list_outlives_its_process() -> None:
 )
 def test_names_of_sessions(name: object, fine: bool) -> None:
     assert is_session(name) is fine
+
+
+def test_what_others_were_refused_is_still_wanted_when_a_session_lets_go() -> None:
+    told = Told(2)
+    told.retain(KEYS[:4], "a")
+    told.retain(KEYS[:3], "b", 30.0)  # shares two places, and one is refused
+    assert told.retained.release("a") == [], "b retains both"
+    assert told.retained.wanted(KEYS[2]), "b would retain it"
+    assert not told.retained.wanted(KEYS[3])
+    told.now += 30.0
+    told.retained.expire()
+    assert not told.retained.wanted(KEYS[2])
+
+
+def test_a_place_that_is_taken_away_is_still_wanted() -> None:
+    told = Told(4)
+    told.retain(KEYS[:4], "first")
+    told.retain(KEYS[2:3] + KEYS[10:11], "second")
+    assert KEYS[3] not in told.retained, "the second one took its place"
+    assert told.retained.wanted(KEYS[3])
+    told.retained.release("second")
+    assert told.retain(KEYS[:4], "first") == 0
+    told.retained.release("first")
+    assert not any(map(told.retained.wanted, KEYS))
+
+
+def test_what_was_refused_is_bounded() -> None:
+    refused = RefusedBlocks(4, 2, lambda: 0.0)
+    refused.note("a", KEYS[:3], 1.0)
+    refused.note("b", KEYS[2:6], 1.0)
+    refused.note("c", KEYS[:1], 1.0)
+    assert len(refused) == 4
+    refused.forget("a")
+    assert set(KEYS[:8]) & {key for key in KEYS if key in refused} == set(KEYS[2:4])
+    refused.forget("b", KEYS[2:4])
+    assert len(refused) == 0
