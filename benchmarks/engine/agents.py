@@ -1,89 +1,45 @@
 """Agents that pause for their tools, with hints, with what kvtier learns by itself, and with LRU.
 
-    make bench-agents       # AGENTS=24 REQUESTS=120 ROUNDS=2 ROUND_S=40 SIZES="0.2 0.3 0.4"
+    make bench-agents       # AGENTS=24 REQUESTS=600 ROUNDS=1 ROUND_S=150 SIZES="0.05 0.1 0.2"
     make bench-agents JSON=figures.json DTYPE=float32      # as in benchmarks/engine/vllm.py
 
-Made-up sessions: several at a time, under three system prompts with tools, with pauses of 2 to 120
-seconds (log-normal). Time runs so fast that a round takes ROUND_S. Below an engine's own cache,
-which is small, there is only CPU memory, for a part of all that is asked. Three engines live at the
-same time, and each request goes to one after the other: whatever else the machine does hits all of
-them. The hints are those of the guide: a session's name with each request, and with its last one
-that it is over.
+Made-up sessions (`benchmarks.eviction.agent_sessions`), first simulated, beside other policies and
+the bound of Belady. Then on engines; time runs so fast that a round takes ROUND_S. Below an
+engine's own cache, which is small, there is only CPU memory, for a part of all that is asked. Three
+engines live at the same time, and each request goes to one after the other: whatever else the
+machine does hits all of them. The hints are those of the guide: a session's name with each request,
+and with its last one that it is over.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from engines.engine import Engine
 
 from benchmarks.engine.served import DTYPE, Served, folders
+from benchmarks.eviction.agent_sessions import (
+    BLOCK,
+    REQUESTS,
+    SHARE,
+    SIZES,
+    different_blocks,
+    sessions,
+)
+from benchmarks.eviction.hints import simulate_all
 from benchmarks.report import Report
 from kvtier.core.records.record import record_bytes
 
-AGENTS = int(os.environ.get("AGENTS", "24"))
-REQUESTS = int(os.environ.get("REQUESTS", "120"))
-ROUNDS = int(os.environ.get("ROUNDS", "2"))
-ROUND_S = float(os.environ.get("ROUND_S", "40"))
-SIZES = tuple(map(float, os.environ.get("SIZES", "0.2 0.3 0.4").split()))
-"""CPU memory, as parts of all different tokens that a round's sessions have."""
-SHARE = float(os.environ.get("SHARE", "0.25"))
-"""How much of it may be retained."""
+ROUNDS = int(os.environ.get("ROUNDS", "1"))
+ROUND_S = float(os.environ.get("ROUND_S", "150"))
 LAYERS, HIDDEN = 4, 256
-BLOCK = 64
-COMMON_TOKENS, TURN_TOKENS, TURNS_MAX = 512, (64, 320), 12
-STAYS = 0.85
-"""A session goes on with this chance after each answer."""
-PAUSE_S = (2.0, 120.0)
-SERVING_S = 2.0
-"""Between a request and the beginning of the pause."""
 OWN_TOKENS, RUNNING, TOKENS_MAX = 5 << 10, 2, 4 << 10
 HINTS, LEARNING, LRU = "hints", "learning alone", "LRU"
-
-
-class Asked(NamedTuple):
-    """When a request comes, its prompt, and what is said of its session."""
-
-    at: float
-    prompt: list[int]
-    said: dict[str, Any]
-
-
-def sessions(seed: int) -> list[Asked]:
-    """What all agents ask, in its order; the first pauses are cut, so that all are under way."""
-    dice = random.Random(seed)
-    systems = [dice.choices(range(256), k=COMMON_TOKENS) for _ in range(3)]
-    asked: list[Asked] = []
-    for agent in range(AGENTS):
-        now, number = dice.uniform(0, PAUSE_S[1] / 4), 0
-        while now < 3600:
-            prompt, turns = list(dice.choice(systems)), 1
-            while turns < TURNS_MAX and dice.random() < STAYS:
-                turns += 1
-            for turn in range(turns):
-                prompt = prompt + dice.choices(range(256), k=dice.randint(*TURN_TOKENS))
-                said: dict[str, Any] = {"session": f"{seed}-{agent}-{number}"}
-                if turn == turns - 1:
-                    said["release"] = True
-                asked.append(Asked(now, prompt, said))
-                pause = dice.lognormvariate(2.5, 1.0)
-                now += SERVING_S + min(max(pause, PAUSE_S[0]), PAUSE_S[1])
-            number += 1
-    asked.sort(key=lambda each: each.at)
-    return asked[:REQUESTS]
-
-
-def different_blocks(asked: list[Asked]) -> int:
-    """How many blocks would hold all of these prompts."""
-    return len(
-        {hash(tuple(a.prompt[:n])) for a in asked for n in range(BLOCK, len(a.prompt) + 1, BLOCK)}
-    )
 
 
 class Bench(Served):
@@ -145,6 +101,7 @@ class Bench(Served):
 def main() -> None:
     with folders() as (folder, region):
         bench = Bench(folder, region)
+        simulate_all(bench.report)
         for size in SIZES:
             with ExitStack() as stack:
                 engines: dict[str, Engine] = {}
