@@ -25,7 +25,7 @@ _FLAT = {
     "known requests": 0.0,
     "descriptors": 10.0,
     "threads": 10.0,
-    "memory": 32 << 20,
+    "memory": 8 << 20,
     "mover's memory": 8 << 20,
     "shared memory": 4 << 20,
 }
