@@ -46,12 +46,20 @@ class Gate(MemoryHost):
         self.reached, self.open, self.order = threading.Event(), threading.Event(), list[int]()
 
     def record(self, slot: int) -> memoryview:
+        self._touch(slot)
+        return super().record(slot)
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        for slot in slots.tolist():
+            self._touch(slot)
+        return super().entries_of(slots)
+
+    def _touch(self, slot: int) -> None:
         if slot not in self.order:
             self.order.append(slot)
         if slot == self.slot:
             self.reached.set()
             self.open.wait()
-        return super().record(slot)
 
 
 def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
