@@ -184,7 +184,7 @@ def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
 class CpuCopier(DeviceCopier):
     """Moves records with a few threads; one for stores, which waits while loads need the time."""
 
-    _BATCH_BYTES = 8 << 20
+    _BATCH_BYTES = 4 << 20
 
     def __init__(
         self,
@@ -200,7 +200,9 @@ class CpuCopier(DeviceCopier):
         self._pages = PageCopier(layout, arrays, build())
         self._prover = Prover(layout, host, namespace)
         self._proofs = LoadProofs(layout, host, namespace)
-        self._job_queue = job_queue = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
+        self._job_queue = job_queue = JobQueue(
+            layout, self._prover, self._BATCH_BYTES, clock, sharers=load_threads
+        )
         takes = [job_queue.load] * load_threads + [job_queue.store_after_loads]
         self._threads: list[threading.Thread] = []
         try:

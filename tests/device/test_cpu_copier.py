@@ -112,6 +112,21 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
     assert job_queue.next(job_queue.store_after_loads, wait=False) is None
 
 
+def test_two_threads_share_a_load_in_few_batches() -> None:
+    """Each takes half of what is left, of at most four batches' bytes and at least one's."""
+    world = a_world()
+    host, keys = MemoryHost(world.layout, 32), keys_of(32)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.VALID)
+    unit = 3 * world.layout.part_bytes[0]
+    prover = Prover(world.layout, host, NAMESPACE)
+    for sharers, expected in ((2, [12, 10, 5, 3, 2]), (0, [3] * 10 + [2])):
+        job_queue = JobQueue(world.layout, prover, unit, sharers=sharers)
+        job_queue.submit(job_of(TransferKind.LOAD, 1, list(range(32)), keys, 0))
+        batches = list(iter(lambda: job_queue.next(job_queue.load, wait=False), None))
+        assert [len(batch.rows) for batch in batches if batch] == expected
+
+
 @pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + 3 * PAGE - 1])
 def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: Any, at: int) -> None:
     monkeypatch.setattr(cpu_copier, "_STRIP_BYTES", PAGE)
