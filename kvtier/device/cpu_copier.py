@@ -1,11 +1,11 @@
 """The copier for KV tensors that lie in host memory: an engine on its CPU platform.
 
-Each byte is read once: kernels for the processor copy a record and take its checksum in one pass
-(`host_kernels`). Where there are none, one strided copy moves the pages of all layers of
-neighbouring blocks at once, at the speed of a plain memmove and without Python's lock, in strips
-that are added to the checksum right after, while the processor's caches hold them. If the checksum
-of a large record is wrong in the end, the load has failed, and the engine computes what the pages
-should hold; a small one is proved first.
+Each byte is read once: kernels for the processor copy records and take their checksums in one pass
+(`host_kernels`), all records of a load's batch in one call. Where there are none, one strided copy
+moves the pages of all layers of neighbouring blocks at once, at the speed of a plain memmove and
+without Python's lock, in strips that are added to the checksum right after, while the processor's
+caches hold them. If the checksum of a large record is wrong in the end, the load has failed, and
+the engine computes what the pages should hold; a small one is proved first.
 """
 
 from __future__ import annotations

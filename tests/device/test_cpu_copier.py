@@ -123,8 +123,10 @@ def test_two_threads_share_a_load_in_few_batches() -> None:
     for sharers, expected in ((2, [12, 10, 5, 3, 2]), (0, [3] * 10 + [2])):
         job_queue = JobQueue(world.layout, prover, unit, sharers=sharers)
         job_queue.submit(job_of(TransferKind.LOAD, 1, list(range(32)), keys, 0))
-        batches = list(iter(lambda: job_queue.next(job_queue.load, wait=False), None))
-        assert [len(batch.rows) for batch in batches if batch] == expected
+        sizes = []
+        while batch := job_queue.next(job_queue.load, wait=False):
+            sizes.append(len(batch.rows))
+        assert sizes == expected
 
 
 @pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + 3 * PAGE - 1])
