@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 from kvtier.device.copier import Job, JobResult, Prover
@@ -33,7 +32,7 @@ class JobQueue:
     _WRONG_S = 0.5
     """How long a load that has failed by wrong bytes waits at least for the rest, to prove it."""
     _AHEAD = 16
-    """How many of a job's waiting records are looked at: they arrive nearly in order."""
+    """How many records of a job that have not arrived are looked at: they come nearly in order."""
     _SHARE_BATCHES = 4
     """A sharer takes no more at once: a load that has failed goes on until its batches end."""
 
@@ -226,8 +225,7 @@ class JobQueue:
     def store_after_loads(self) -> Batch | None:
         """Rows of a store, if no load could use the time, or the engine waits for a store."""
         awaited = any(work.waiting and work.job.id in self._awaited for work in self._stores)
-        most = max(self._at_once)
-        if not awaited and any(any(True for _ in self._ready(work, most)) for work in self._loads):
+        if not awaited and any(any(True for _ in self._ready(work)) for work in self._loads):
             return None
         return self.store()
 
@@ -282,13 +280,17 @@ class JobQueue:
         if self._sharers:
             share = len(work.waiting) // self._sharers
             at_once = [max(rows, min(share, rows * self._SHARE_BATCHES)) for rows in at_once]
-        return self._alike(work, self._ready(work, max(at_once)), at_once)
+        return self._alike(work, self._ready(work), at_once)
 
-    def _ready(self, work: Work, most: int) -> Iterator[int]:
-        """Those of the first so many, or of some."""
+    def _ready(self, work: Work) -> Iterator[int]:
+        """Those rows, until so many have been seen that are still on their way."""
         slots, pending = work.job.slots, self._prover.pending
-        rows = islice(work.waiting, max(self._AHEAD, most))
-        return (row for row in rows if not pending(slots[row]))
+        left = max(self._AHEAD, *self._at_once)
+        for row in work.waiting:
+            if not pending(slots[row]):
+                yield row
+            elif (left := left - 1) == 0:
+                return
 
     def _alike(self, work: Work, rows: Iterable[int], at_once: Sequence[int]) -> list[int]:
         """The first of these, as many as are of one group and are handed out at once."""
