@@ -16,6 +16,8 @@ import struct
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.backends.cpu import sharing
 from kvtier.backends.cpu.region_locks import LOCK_TRY_S, OPEN_FLAGS
@@ -81,6 +83,11 @@ class Region:
         """A slot's entry as it stands: who copies a record compares it before and after."""
         at = entry_at(slot)
         return bytes(self.table[at : at + ENTRY_BYTES])
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """The entries of some slots as they stand."""
+        found: npt.NDArray[np.void] = read_entries(self.table[:], self.header.slots)[slots]
+        return found
 
     @property
     def namespace(self) -> bytes:

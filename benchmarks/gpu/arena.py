@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import Buffer, record_bytes
@@ -46,6 +47,9 @@ class Host:
 
     def entry(self, slot: int) -> bytes:
         return self.entries[slot]
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        return np.frombuffer(b"".join([self.entries[slot] for slot in slots]), table.ENTRY_DTYPE)
 
 
 def chunk_of(page: int) -> int:

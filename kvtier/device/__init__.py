@@ -4,6 +4,7 @@
 - `layout`, `copy_plan`: an engine's tensors in numbers, and which bytes go where.
 - `job_queue`: jobs in, batches out, results back, between the engine and the copier's threads.
 - `job_batches`: a job under way, and the batches that are cut from it.
+- `load_proofs`: whether records are those that a load wants, for many at once.
 - `cpu_copier`: the copier for an engine whose tensors lie in host memory.
 - `host_kernels`, `host_kernel_code`: copies with a checksum in one pass, built for this processor;
   `xxh3_constants` has the numbers that these and a GPU's kernels share.

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import (
@@ -30,6 +32,9 @@ from kvtier.types import KEY_BYTES_MAX, BlockKey, FilePlace, Outcome
 class Host(Protocol):
     """Host memory in numbered slots, each with an entry in a table: a CPU region is one."""
 
+    data: Buffer
+    """All slots, in place, one behind the other."""
+
     def record(self, slot: int) -> Buffer:
         """A slot's record, in place."""
 
@@ -38,6 +43,9 @@ class Host(Protocol):
 
     def entry(self, slot: int) -> bytes:
         """A slot's entry as it stands."""
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """The entries of some slots as they stand."""
 
 
 class Job(msgspec.Struct, kw_only=True):

@@ -1,36 +1,36 @@
 """The copier for KV tensors that lie in host memory: an engine on its CPU platform.
 
-Each byte is read once: kernels for the processor copy a record and take its checksum in one pass
-(`host_kernels`). Where there are none, one strided copy moves the pages of all layers of
-neighbouring blocks at once, at the speed of a plain memmove and without Python's lock, in strips
-that are added to the checksum right after, while the processor's caches hold them. If the checksum
-of a large record is wrong in the end, the load has failed, and the engine computes what the pages
-should hold; a small one is proved first.
+Each byte is read once: kernels for the processor copy records and take their checksums in one pass
+(`host_kernels`), all records of a load's batch in one call. Where there are none, one strided copy
+moves the pages of all layers of neighbouring blocks at once, at the speed of a plain memmove and
+without Python's lock, in strips that are added to the checksum right after, while the processor's
+caches hold them. If the checksum of a large record is wrong in the end, the load has failed, and
+the engine computes what the pages should hold; a small one is proved first.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.records.record import Buffer, PartSum, part_sum
-from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
-from kvtier.device.job_batches import Batch, Work
+from kvtier.device.job_batches import Batch, each_row, or_failed
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
+from kvtier.device.load_proofs import LoadProofs, Parts
 from kvtier.types import Outcome
 
-logger = logging.getLogger(__name__)
-
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
 
 _STRIP_BYTES = 256 << 10
 """Processors have several times as much cache for each core. A part that is no larger is proved
@@ -91,11 +91,32 @@ class PageCopier:
                 host[:, skip + start : skip + stop] = pages.swapaxes(0, 1)
         return part_sum(part)
 
-    def scatter(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
-        """Copy a part's blocks from `skip` on to these blocks of the device; the checksum of the
-        part, all of whose bytes it looks at."""
-        if self._one_pass and (found := self._one_pass.load(group, ids, skip, part)) is not None:
-            return found
+    def scatter(self, group: int, blocks: Ints, parts: Parts, stated: Sums) -> Sums:
+        """Copy records' parts to these blocks of the device, a row of blocks each, to none where
+        its number is negative; the checksums of all parts. Copies nothing more once one is not as
+        stated; a small part that is not does not begin to be copied either."""
+        first = parts.of_slots.shape[1] <= _STRIP_BYTES
+        if self._one_pass:
+            sums = self._one_pass.load(group, blocks, parts, stated, proved_first=first)
+            if sums is not None:
+                return sums
+        found, right = np.empty_like(stated), True
+        for row, slot in enumerate(parts.slots.tolist()):
+            part = parts.of_slots[slot].data
+            if first or not right:
+                found[row] = part_sum(part)
+                right = right and bool(found[row] == stated[row])
+            if right:
+                found[row] = self._in_strips(group, blocks[row], part)
+                right = bool(found[row] == stated[row])
+        return found
+
+    def _in_strips(self, group: int, places: Ints, part: Buffer) -> int:
+        """Copy a part, and add up all of it."""
+        inside = np.flatnonzero(places >= 0)
+        if not len(inside):
+            return part_sum(part)
+        ids, skip = places[inside].tolist(), int(inside[0])
         total, together = PartSum(len(part)), _runs(ids)
         for stack in self._stacks[group]:
             host = self._host(stack, part)
@@ -178,7 +199,10 @@ class CpuCopier(DeviceCopier):
         self._layout = layout
         self._pages = PageCopier(layout, arrays, build())
         self._prover = Prover(layout, host, namespace)
-        self._job_queue = job_queue = JobQueue(layout, self._prover, self._BATCH_BYTES, clock)
+        self._proofs = LoadProofs(layout, host, namespace)
+        self._job_queue = job_queue = JobQueue(
+            layout, self._prover, self._BATCH_BYTES, clock, sharers=load_threads
+        )
         takes = [job_queue.load] * load_threads + [job_queue.store_after_loads]
         self._threads: list[threading.Thread] = []
         try:
@@ -214,52 +238,35 @@ class CpuCopier(DeviceCopier):
             self._job_queue.finish(batch, self._move_all(batch))
 
     def _move_all(self, batch: Batch) -> list[Outcome]:
-        """Move the batch's records; once one of a load has failed, the others are only proved."""
-        outcomes: list[Outcome] = []
-        loading, failed = batch.work.loading, False
-        for row in batch.rows:
-            try:
-                if loading:
-                    outcome = self._load(batch.work, row, copy=not failed)
-                else:
-                    outcome = self._store(batch.work, row)
-            except ERRORS:
-                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-                outcome = Outcome.IO_ERROR
-            outcomes.append(outcome)
-            failed = failed or not outcome.ok
-        return outcomes
+        if batch.work.loading:
+            return or_failed(batch, partial(self._load, batch))
+        return each_row(batch, self._store)
 
-    def _store(self, work: Work, row: int) -> Outcome:
+    def _store(self, batch: Batch, row: int) -> Outcome:
+        work = batch.work
         key, slot, group = work.record(row)
         prover = self._prover
         if not prover.reserved(slot, key).ok:
             return Outcome.GONE
-        ids, skip = _blocks(work, row)
+        at, skip = int(work.pieces.at[row]), int(work.pieces.skip[row])
+        ids = work.job.blocks.ids[at : at + int(work.pieces.length[row])].tolist()
         checksum = self._pages.gather(group, ids, skip, prover.part(slot, group))
         return prover.complete(slot, key, group, checksum)
 
-    def _load(self, work: Work, row: int, *, copy: bool) -> Outcome:
-        key, slot, group = work.record(row)
-        prover = self._prover
-        stamp = prover.stamp(slot)
-        outcome = prover.arrived(slot, key)
-        if not outcome.ok:
-            return outcome
-        copy = copy and not work.failed
-        first = not copy or self._layout.part_bytes[group] <= _STRIP_BYTES
-        outcome = (prover.verify if first else prover.header)(slot, key, group)
-        if outcome.ok and not copy:
-            return Outcome.CANCELLED
-        if outcome.ok:
-            ids, skip = _blocks(work, row)
-            found = self._pages.scatter(group, ids, skip, prover.part(slot, group))
-            outcome = Outcome.OK if found == prover.stated(slot) else Outcome.CORRUPT
-        return outcome if prover.unchanged(slot, stamp) else Outcome.GONE
-
-
-def _blocks(work: Work, row: int) -> tuple[list[int], int]:
-    """A record's device blocks, and how many of its chunk are left out before them."""
-    at = int(work.pieces.at[row])
-    ids: list[int] = work.job.blocks.ids[at : at + int(work.pieces.length[row])].tolist()
-    return ids, int(work.pieces.skip[row])
+    def _load(self, batch: Batch) -> list[Outcome]:
+        """Prove records, and copy them up to the first of the load that is not right."""
+        work, group = batch.work, batch.group
+        keys = [work.job.keys[row] for row in batch.rows]
+        slots = [work.job.slots[row] for row in batch.rows]
+        records = self._proofs.look_at(slots, keys, group)
+        blocks = work.places(batch.rows, self._layout.blocks_per_chunk)
+        right = records.fit.copy()
+        copied = np.logical_and.accumulate(right) & (not work.failed)
+        blocks[~copied] = -1
+        rows = np.flatnonzero(right)
+        if len(rows):
+            stated = records.stated[rows]
+            found = self._pages.scatter(group, blocks[rows], records.parts.only(rows), stated)
+            right[rows] = found == stated
+        copied &= np.logical_and.accumulate(right)
+        return records.outcomes(right, copied)

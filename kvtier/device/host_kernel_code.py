@@ -3,11 +3,19 @@
 A stripe is 64 bytes. Each is read once, written past the processor's caches, and added to the xxh3
 checksum of its piece of the part; the sums of the pieces are written one behind the other.
 
-    void name(void *part, int64 *bases, int64 *strides, int64 *stripes, int64 references,
-              int64 *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
+    void store(void *part, int64 *bases, int64 *strides, int64 *stripes, int64 references,
+               int64 *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
 
 A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative block
 is not copied: its stripes are only added up.
+
+    void load(int64 records, void **parts, uint64 *stated, int64 proved_first, ...)
+
+A load takes many records, with so many blocks and one sum each, and otherwise the same. It copies
+nothing more once a sum is not the stated one: the rest is only added up. If they are to be proved
+first, each is added up before it is copied, and copied only if it is right; that is for parts that
+stay in a processor's cache meanwhile. Parts of several pieces have several sums, and nobody states
+those: they are loaded one by one.
 """
 
 from __future__ import annotations
@@ -28,19 +36,21 @@ def code(load: str, store: str) -> str:
     return "\n".join(
         [
             f"@secret = private constant [{len(SECRET)} x i8] [{secret}]",
-            _function(load, source="%host", target="%page"),
-            _function(store, source="%page", target="%host"),
+            _function(f"internal void @{load}_one", "%host", "%page", _FETCH),
+            _function(f"void @{store}", "%page", "%host"),
+            dedent(_LOAD).format(name=load),
+            "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
             "!0 = !{i32 1}",
         ]
     )
 
 
-def _function(name: str, source: str, target: str) -> str:
+def _function(name: str, source: str, target: str, fetch: str = "") -> str:
     head = f"""
-        define void @{name}(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
-                            ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
+        define {name}(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                      ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
         """
-    return "\n".join(map(dedent, [head, _WALK, _stripe(source, target), _FINISH, _NEXT]))
+    return "\n".join(map(dedent, [head, _WALK, _stripe(source, target, fetch), _FINISH, _NEXT]))
 
 
 def _vector(values: Sequence[int]) -> str:
@@ -85,7 +95,15 @@ _WALK = f"""
     """
 
 
-def _stripe(source: str, target: str) -> str:
+_AHEAD = 4096
+"""So far ahead of what is added up is fetched: the processor itself does not look beyond a page of
+its memory. What lies behind the last part is not read by that."""
+_FETCH = f"""
+      %far = getelementptr i8, ptr %host, i64 {_AHEAD}
+      call void @llvm.prefetch.p0(ptr %far, i32 0, i32 2, i32 1)"""
+
+
+def _stripe(source: str, target: str, fetch: str) -> str:
     return f"""
     stripe:
       %host = phi ptr [ %host_first, %next_page ], [ %host_next, %next ]
@@ -94,6 +112,7 @@ def _stripe(source: str, target: str) -> str:
       %sum = phi <8 x i64> [ %sum_first, %next_page ], [ %sum_next, %next ]
       %step = phi i64 [ %step_first, %next_page ], [ %step_next, %next ]
       %left = phi i64 [ %left_first, %next_page ], [ %left_next, %next ]
+      {fetch}
       %value = load <8 x i64>, ptr {source}, align 1
       br i1 %copied, label %copy, label %add
     copy:
@@ -194,6 +213,56 @@ _NEXT = f"""
       br i1 %done, label %end, label %next_page
     end:
       fence seq_cst
+      ret void
+    }}
+    """
+_LOAD = """
+    define void @{name}(i64 %records, ptr %parts, ptr %stated, i64 %proved_first,
+                        ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                        ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
+    entry:
+      %whole = alloca i64
+      store i64 %total, ptr %whole
+      %nowhere = alloca i64
+      store i64 -1, ptr %nowhere
+      %in_one_pass = icmp eq i64 %proved_first, 0
+      %in_two = xor i1 %in_one_pass, true
+      br label %record
+    record:
+      %index = phi i64 [ 0, %entry ], [ %index_next, %next ]
+      %all_right = phi i1 [ true, %entry ], [ %still_right, %next ]
+      %part_at = getelementptr ptr, ptr %parts, i64 %index
+      %part = load ptr, ptr %part_at
+      %sum_at = getelementptr i64, ptr %sums, i64 %index
+      %place = mul i64 %index, %per_chunk
+      %ids = getelementptr i64, ptr %blocks, i64 %place
+      %at_once = and i1 %all_right, %in_one_pass
+      br i1 %at_once, label %copy_and_add, label %add
+    copy_and_add:
+      call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                            ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)
+      br label %compare
+    add:
+      call void @{name}_one(ptr %part, ptr %nowhere, ptr %nowhere, ptr %whole, i64 1,
+                            ptr %nowhere, i64 1, i64 %total, ptr %sum_at)
+      br label %compare
+    compare:
+      %stated_at = getelementptr i64, ptr %stated, i64 %index
+      %expected = load i64, ptr %stated_at
+      %found = load i64, ptr %sum_at
+      %right = icmp eq i64 %found, %expected
+      %still_right = and i1 %all_right, %right
+      %proved = and i1 %still_right, %in_two
+      br i1 %proved, label %copy, label %next
+    copy:
+      call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                            ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)
+      br label %next
+    next:
+      %index_next = add i64 %index, 1
+      %done = icmp eq i64 %index_next, %records
+      br i1 %done, label %end, label %record
+    end:
       ret void
     }}
     """

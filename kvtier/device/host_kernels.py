@@ -29,14 +29,19 @@ from kvtier.core.records.record import (
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.host_kernel_code import STRIPE, code
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.load_proofs import Parts
 
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
 
-_NUMBERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int64, ctypes.c_void_p) + (ctypes.c_int64,) * 2
-_KERNEL = ctypes.CFUNCTYPE(None, *_NUMBERS, ctypes.c_void_p)  # gives Python's lock away meanwhile
+_ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_PAGES = (_ADDRESS,) * 3 + (_NUMBER, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
+# Both give Python's lock away meanwhile.
+_STORE = ctypes.CFUNCTYPE(None, _ADDRESS, *_PAGES)
+_LOAD = ctypes.CFUNCTYPE(None, _NUMBER, _ADDRESS, _ADDRESS, _NUMBER, *_PAGES)
 
 
 class Kernels(NamedTuple):
@@ -70,31 +75,62 @@ class OnePassCopies:
             _group(layout, group, arrays, size) for group, size in enumerate(layout.part_bytes)
         ]
 
-    def load(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int | None:
-        """Copy a part's blocks from `skip` on to these of the device, and answer with the checksum
-        of the whole part; None if this part is not for these kernels."""
-        blocks = np.full(self._per_chunk, -1, np.int64)
-        blocks[skip : skip + len(ids)] = ids
-        return self._run(self._kernels.load, group, blocks, part)
+    def load(
+        self, group: int, blocks: Ints, parts: Parts, stated: Sums, *, proved_first: bool
+    ) -> Sums | None:
+        """Copy records' parts to these blocks of the device, a row of blocks each, and answer with
+        the checksums of all of them, as `PageCopier.scatter` does; None if these kernels are not
+        for these parts."""
+        of_group = self._groups[group]
+        size = of_group.part_bytes
+        if not size or parts.of_slots.shape[1] != size or blocks.max() >= of_group.pages:
+            return None
+        at = _address(parts.of_slots) + parts.slots * parts.of_slots.strides[0]
+        if (at % STRIPE).any():
+            return None
+        pieces = pieces_of(size)
+        if pieces == 1:
+            return self._load(of_group, blocks, at, stated, proved_first)
+        found = np.empty_like(stated)
+        for row in range(len(at)):
+            one = slice(row, row + 1)
+            wrong = (found[:row] != stated[:row]).any()
+            here = np.full_like(blocks[one], -1) if wrong else blocks[one]
+            found[row] = sum_of(self._load(of_group, here, at[one], stated[one], False).tolist())
+        return found
+
+    def _load(
+        self, group: _Group, blocks: Ints, at: Ints, stated: Sums, proved_first: bool
+    ) -> Sums:
+        """Parts of one piece, or one part of several: the checksums of all their pieces."""
+        blocks, stated = np.ascontiguousarray(blocks), np.ascontiguousarray(stated)
+        sums = np.empty(len(at) * pieces_of(group.part_bytes), np.uint64)
+        self._kernels.load(
+            len(at),
+            _address(at),
+            _address(stated),
+            proved_first,
+            *group.addresses,
+            _address(blocks),
+            self._per_chunk,
+            group.part_bytes // STRIPE,
+            _address(sums),
+        )
+        return sums
 
     def store(self, group: int, ids: Sequence[int], part: Buffer) -> int | None:
-        """Copy a whole chunk's blocks to their places in a part; likewise."""
-        if len(ids) != self._per_chunk:
-            return None
-        return self._run(self._kernels.store, group, np.array(ids, np.int64), part)
-
-    def _run(
-        self, kernel: Callable[..., None], group: int, blocks: Ints, part: Buffer
-    ) -> int | None:
+        """Copy a whole chunk's blocks to their places in a part, and answer with its checksum;
+        likewise."""
         _, addresses, size, pages = self._groups[group]
-        if not size or len(part) != size or blocks.max() >= pages:
+        blocks = np.array(ids, np.int64)
+        if not size or len(part) != size or len(ids) != self._per_chunk or blocks.max() >= pages:
             return None
         at = _address(np.frombuffer(part, np.uint8))
         if at % STRIPE:
             return None
         sums = np.empty(pieces_of(size), np.uint64)
-        stripes = size // STRIPE
-        kernel(at, *addresses, _address(blocks), len(blocks), stripes, _address(sums))
+        of_part = size // STRIPE
+        self._kernels.store(at, *addresses, _address(blocks), len(blocks), of_part, _address(sums))
         return sum_of(sums.tolist())
 
 
@@ -152,38 +188,49 @@ def _build() -> Kernels:
     )
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    load, store = (
-        _KERNEL(engine.get_function_address(name)) for name in ("kvtier_load", "kvtier_store")
-    )
-    return Kernels(load, store, engine)
+    load, store = map(engine.get_function_address, ("kvtier_load", "kvtier_store"))
+    return Kernels(_LOAD(load), _STORE(store), engine)
 
 
 def _tried(kernels: Kernels) -> bool:
-    """Whether they do with a part of two pieces what numpy and xxhash do."""
-    blocks, pages = 4, (3 * STRIPE, PIECE_BYTES // 2 + TAIL_BYTES)
+    """Whether they do what numpy and xxhash do, with parts of two pieces and of one."""
+    large, small = (3 * STRIPE, PIECE_BYTES // 2 + TAIL_BYTES), (3 * STRIPE, TAIL_BYTES)
+    return all(
+        _agree(kernels, pages, proved_first)
+        for pages, proved_first in ((large, False), (small, False), (small, True))
+    )
+
+
+def _agree(kernels: Kernels, pages: tuple[int, ...], proved_first: bool) -> bool:
+    """Whether they store a part, and load one that is right, one that is not, and none after it."""
     dice = np.random.default_rng(0)
-    arrays = [_aligned(blocks * page).reshape(blocks, page) for page in pages]
-    for array in arrays:
+    arrays = [_aligned(8 * page).reshape(8, page) for page in pages]
+    parts = _aligned(3 * 2 * sum(pages)).reshape(3, -1)
+    for array in (*arrays, parts):
         array[:] = dice.integers(0, 256, array.shape, np.uint8)
     tensors = tuple(
-        DeviceTensor(int(array.ctypes.data), blocks, page, page)
+        DeviceTensor(int(array.ctypes.data), 8, page, page)
         for array, page in zip(arrays, pages, strict=True)
     )
     layout = DeviceLayout(tensors, (tuple(PageRef(i, page) for i, page in enumerate(pages)),), 2)
     copies = OnePassCopies(kernels, layout, arrays)
-    part = _aligned(layout.part_bytes[0])
-    stored = copies.store(0, [3, 1], part.data)
+    stored = copies.store(0, [3, 1], parts[0].data)
     expected = np.concatenate([array[[3, 1]].ravel() for array in arrays])
-    right = (part == expected).all() and stored == part_sum(part.data)
-    part[:] = dice.integers(0, 256, len(part), np.uint8)
-    before = [array.copy() for array in arrays]
-    loaded = copies.load(0, [2], 1, part.data)
-    at = 0
-    for array, page in zip(before, pages, strict=True):
-        array[2] = part[at + page : at + 2 * page]
-        at += 2 * page
-    same = all((a == b).all() for a, b in zip(arrays, before, strict=True))
-    return bool(right and same and loaded == part_sum(part.data))
+    right = (parts[0] == expected).all() and stored == part_sum(parts[0].data)
+    blocks = np.array([[-1, 2], [0, 5], [4, 6]])
+    sums = np.array([part_sum(part.data) for part in parts], np.uint64)
+    stated = sums ^ np.array([0, 1, 0], np.uint64)
+    wanted = [array.copy() for array in arrays]
+    of_slots = Parts(parts, np.arange(3))
+    found = copies.load(0, blocks, of_slots, stated, proved_first=proved_first)
+    for part, places in list(zip(parts, blocks, strict=True))[: 1 if proved_first else 2]:
+        at = 0
+        for array, page in zip(wanted, pages, strict=True):
+            here = places >= 0
+            array[places[here]] = part[at : at + 2 * page].reshape(2, page)[here]
+            at += 2 * page
+    same = all((array == want).all() for array, want in zip(arrays, wanted, strict=True))
+    return bool(right and same and found is not None and (found == sums).all())
 
 
 def _aligned(size: int) -> Bytes:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import Busy, Job, Prover
@@ -25,7 +27,7 @@ class Work:
         self.mark = mark
         """How far the engine's own work had come when the job was given, as the copier says it."""
         self.reached = False  # that far, as a thread has seen
-        self.places: Ints | None = None  # what `StagedPath` makes of the pieces
+        self._places: Ints | None = None
         self.groups: list[int] = pieces.group.tolist()
         self.waiting = deque(row for row in range(len(pieces)) if row not in job.files)
         """Rows with a slot that have not begun; those without are `unread`."""
@@ -42,6 +44,16 @@ class Work:
     def record(self, row: int) -> tuple[BlockKey, int, int]:
         """A row's key, slot and group."""
         return self.job.keys[row], self.job.slots[row], self.groups[row]
+
+    def places(self, rows: Sequence[int], per_chunk: int) -> Ints:
+        """The block at each place of these rows' chunks; -1 where a partial one has none."""
+        if self._places is None:  # by whichever thread is first: once for all batches
+            pieces, ids = self.pieces, self.job.blocks.ids
+            place = np.arange(per_chunk) - pieces.skip[:, None]
+            inside = (place >= 0) & (place < pieces.length[:, None])
+            at = np.where(inside, pieces.at[:, None] + place, 0)
+            self._places = np.where(inside, ids[at], -1)
+        return self._places[rows]
 
     @property
     def loading(self) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvtier.device.copier import Job, JobResult, Prover
@@ -33,7 +32,9 @@ class JobQueue:
     _WRONG_S = 0.5
     """How long a load that has failed by wrong bytes waits at least for the rest, to prove it."""
     _AHEAD = 16
-    """How many of a job's waiting records are looked at: they arrive nearly in order."""
+    """How many records of a job that have not arrived are looked at: they come nearly in order."""
+    _SHARE_BATCHES = 4
+    """A sharer takes no more at once: a load that has failed goes on until its batches end."""
 
     def __init__(
         self,
@@ -43,8 +44,12 @@ class JobQueue:
         clock: Callable[[], float] = time.monotonic,
         *,
         reads_files: bool = False,
+        sharers: int = 0,
     ) -> None:
+        """So many `sharers` are threads that share a load, each of which takes as few batches as
+        that allows; without, all batches are small."""
         self._layout = layout
+        self._sharers = sharers
         self._reads_files = reads_files
         self._prover = prover
         self.clock = clock
@@ -211,7 +216,7 @@ class JobQueue:
         """Rows of the oldest store; of one that the engine waits for, if there is one."""
         for work in sorted(self._stores, key=lambda work: work.job.id not in self._awaited):
             if work.waiting:
-                rows = self._alike(work, work.waiting)
+                rows = self._alike(work, work.waiting, self._at_once)
                 for row in rows:
                     work.waiting.remove(row)
                 return Batch(work, rows)
@@ -220,7 +225,7 @@ class JobQueue:
     def store_after_loads(self) -> Batch | None:
         """Rows of a store, if no load could use the time, or the engine waits for a store."""
         awaited = any(work.waiting and work.job.id in self._awaited for work in self._stores)
-        if not awaited and any(self._arrived(work) for work in self._loads):
+        if not awaited and any(any(True for _ in self._ready(work)) for work in self._loads):
             return None
         return self.store()
 
@@ -271,18 +276,30 @@ class JobQueue:
 
     def _arrived(self, work: Work) -> list[int]:
         """The first waiting rows whose records have arrived, or never will: a batch of them."""
-        slots, pending = work.job.slots, self._prover.pending
-        rows = islice(work.waiting, max(self._AHEAD, *self._at_once))
-        return self._alike(work, (row for row in rows if not pending(slots[row])))
+        at_once = self._at_once
+        if self._sharers:
+            share = len(work.waiting) // self._sharers
+            at_once = [max(rows, min(share, rows * self._SHARE_BATCHES)) for rows in at_once]
+        return self._alike(work, self._ready(work), at_once)
 
-    def _alike(self, work: Work, rows: Iterable[int]) -> list[int]:
-        """The first of these, as many as are of one group and fit into a batch."""
+    def _ready(self, work: Work) -> Iterator[int]:
+        """Those rows, until so many have been seen that are still on their way."""
+        slots, pending = work.job.slots, self._prover.pending
+        left = max(self._AHEAD, *self._at_once)
+        for row in work.waiting:
+            if not pending(slots[row]):
+                yield row
+            elif (left := left - 1) == 0:
+                return
+
+    def _alike(self, work: Work, rows: Iterable[int], at_once: Sequence[int]) -> list[int]:
+        """The first of these, as many as are of one group and are handed out at once."""
         batch: list[int] = []
         for row in rows:
             if batch and work.groups[row] != work.groups[batch[0]]:
                 break
             batch.append(row)
-            if len(batch) == self._at_once[work.groups[row]]:
+            if len(batch) == at_once[work.groups[row]]:
                 break
         return batch
 

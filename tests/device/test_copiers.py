@@ -231,8 +231,18 @@ class Treacherous(MemoryHost):
 
     def record(self, slot: int) -> memoryview:
         if slot == self.victim:
-            self.put(slot, keys_of(1, tag=7)[0], self.entries[slot][0], generation=2)
+            self._replace()
         return super().record(slot)
+
+    @property
+    def data(self) -> memoryview:
+        self._replace()
+        return super().data
+
+    def _replace(self) -> None:
+        if self.victim >= 0:
+            other = keys_of(1, tag=7)[0]
+            self.put(self.victim, other, self.entries[self.victim][0], generation=2)
 
 
 @pytest.mark.parametrize("way", [LOAD, STORE])
@@ -255,11 +265,19 @@ class Popular(MemoryHost):
     """Its blocks are asked for by others while they are being copied."""
 
     def record(self, slot: int) -> memoryview:
-        entry = self.entries[slot]
-        uses = table.add_uses(entry, 1, at=1_000_000)
-        after = table.USES_AT + len(uses)
-        self.entries[slot] = entry[: table.USES_AT] + uses + entry[after:]
+        self._use()
         return super().record(slot)
+
+    @property
+    def data(self) -> memoryview:
+        self._use()
+        return super().data
+
+    def _use(self) -> None:
+        for slot, entry in enumerate(self.entries):
+            uses = table.add_uses(entry, 1, at=1_000_000)
+            after = table.USES_AT + len(uses)
+            self.entries[slot] = entry[: table.USES_AT] + uses + entry[after:]
 
 
 def test_a_block_that_others_use_during_the_copy_is_still_the_same(world: World, kind: str) -> None:
@@ -326,8 +344,8 @@ def test_a_failed_load_finds_all_that_is_bad(
     """Good ones after the first bad one are not copied, unless a thread has them in hand by then,
     as with tight buffers; and nobody waits for what is on its way."""
     keys = filled(copier, host, 8)
-    for slot in (2, 3, 6):
-        flip(host, slot, HEADER_BYTES + slot)
+    for slot, at in ((2, 20), (3, 20), (6, HEADER_BYTES + 6)):
+        flip(host, slot, at)
     host.put(5, keys[5], table.RESERVED)
     host.put(7, keys[7], table.FAILED)
     before = world.memory.copy()

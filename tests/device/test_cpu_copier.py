@@ -46,12 +46,20 @@ class Gate(MemoryHost):
         self.reached, self.open, self.order = threading.Event(), threading.Event(), list[int]()
 
     def record(self, slot: int) -> memoryview:
+        self._touch(slot)
+        return super().record(slot)
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        for slot in slots.tolist():
+            self._touch(slot)
+        return super().entries_of(slots)
+
+    def _touch(self, slot: int) -> None:
         if slot not in self.order:
             self.order.append(slot)
         if slot == self.slot:
             self.reached.set()
             self.open.wait()
-        return super().record(slot)
 
 
 def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
@@ -102,6 +110,23 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
     job_queue.finish(batch, [Outcome.OK])
     engine.join()
     assert job_queue.next(job_queue.store_after_loads, wait=False) is None
+
+
+def test_two_threads_share_a_load_in_few_batches() -> None:
+    """Each takes half of what is left, of at most four batches' bytes and at least one's."""
+    world = a_world()
+    host, keys = MemoryHost(world.layout, 32), keys_of(32)
+    for slot, key in enumerate(keys):
+        host.put(slot, key, table.VALID)
+    unit = 3 * world.layout.part_bytes[0]
+    prover = Prover(world.layout, host, NAMESPACE)
+    for sharers, expected in ((2, [12, 10, 5, 3, 2]), (0, [3] * 10 + [2])):
+        job_queue = JobQueue(world.layout, prover, unit, sharers=sharers)
+        job_queue.submit(job_of(TransferKind.LOAD, 1, list(range(32)), keys, 0))
+        sizes = []
+        while batch := job_queue.next(job_queue.load, wait=False):
+            sizes.append(len(batch.rows))
+        assert sizes == expected
 
 
 @pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + 3 * PAGE - 1])

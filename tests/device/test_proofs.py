@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.records.record import CODEC_RAW, Header
+from kvtier.core.records.record import CODEC_RAW, Header, put_sum
 from kvtier.core.slab import layout as table
 from kvtier.device.copier import Busy, Prover, header_fits
 from kvtier.device.job_batches import failed
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.types import Outcome
+from kvtier.device.load_proofs import LoadProofs
+from kvtier.types import Outcome, block_key
 
 PAGE = 512
 LAYOUT = DeviceLayout((DeviceTensor(0, 4, PAGE, PAGE),), ((PageRef(0, PAGE),),), 2, 1, 2)
@@ -38,6 +40,9 @@ def host() -> MemoryHost:
 def test_all_that_a_header_says_must_fit(host: MemoryHost, header: Header, fits: bool) -> None:
     header.write(host.record(0))
     assert header_fits(LAYOUT, NAMESPACE, host.record(0), KEY, 0) is fits
+    host.put(0, KEY, table.VALID)
+    records = LoadProofs(LAYOUT, host, NAMESPACE).look_at([0], [KEY], 0)
+    assert records.fit.tolist() == [fits]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +63,34 @@ def test_a_slot_that_was_given_up_or_to_others_has_changed(
     prover = Prover(LAYOUT, host, NAMESPACE)
     host.put(0, KEY, table.VALID)
     stamp = prover.stamp(0)
+    records = LoadProofs(LAYOUT, host, NAMESPACE).look_at([0], [KEY], 0)
     host.put(0, KEY, state, generation)
     assert prover.unchanged(0, stamp) is same
+    copied = np.array([True])
+    assert records.outcomes(copied, copied) == [Outcome.OK if same else Outcome.GONE]
+
+
+def test_each_record_of_a_batch_is_looked_at_by_itself() -> None:
+    """Keys of two lengths, one of which begins with the other; one is in the wrong slot."""
+    short, long = block_key(bytes(8)), block_key(bytes(16))
+    host = MemoryHost(LAYOUT, 4)
+    for slot, key in enumerate((short, long, long, short)):
+        Header(key, NAMESPACE, 4 * PAGE, 2).write(host.record(slot))
+        put_sum(host.record(slot), 1, slot)
+        host.put(slot, key, table.VALID)
+    host.put(3, short, table.FAILED)
+    proofs = LoadProofs(LAYOUT, host, NAMESPACE)
+    records = proofs.look_at([1, 0, 2, 3], [long, short, short, short], 0)
+    assert records.stated.tolist() == [1, 0, 2, 3]
+    assert records.fit.tolist() == [True, True, False, False]
+    right, copied = records.fit.copy(), np.array([True, False, False, False])
+    outcomes = [Outcome.OK, Outcome.CANCELLED, Outcome.GONE, Outcome.IO_ERROR]
+    assert records.outcomes(right, copied) == outcomes
+    right[0] = copied[0] = False
+    assert records.outcomes(right, copied)[0] is Outcome.CORRUPT
+    for slot in (-1, 4):
+        with pytest.raises(IndexError):
+            proofs.look_at([slot], [short], 0)
 
 
 def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvtier.core.records.record import Buffer
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Spec = TypeVar("Spec", bound=LoadStoreSpec)
 
@@ -85,6 +89,9 @@ class HostRegion(Protocol):
 
     def entry(self, slot: int) -> bytes:
         """A slot's entry as it stands."""
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """The entries of some slots as they stand."""
 
     @property
     def namespace(self) -> bytes:

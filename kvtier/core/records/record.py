@@ -7,6 +7,7 @@ of a part of several pieces is the checksum of theirs: a GPU takes those of all 
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ TAIL_BYTES = 1024
 _FIXED = struct.Struct(f"<8sHBBIQQ16s{KEY_BYTES_MAX}s")
 _SUM = struct.Struct("<Q")
 _FIXED_SUM_AT = _FIXED.size
+_KEY_AT = _FIXED_SUM_AT - KEY_BYTES_MAX
 _PARTS_AT = 128
 assert _FIXED_SUM_AT + _SUM.size <= _PARTS_AT
 assert _PARTS_AT + PARTS_MAX * _SUM.size <= HEADER_BYTES
@@ -154,14 +156,19 @@ def seal_part(record: Buffer, index: int, part: Buffer) -> None:
     put_sum(record, index, part_sum(part))
 
 
+def sum_at(index: int) -> int:
+    """Where in a header the checksum of part `index` stands."""
+    return _PARTS_AT + index * _SUM.size
+
+
 def put_sum(record: Buffer, index: int, checksum: int) -> None:
     """Write the checksum of part `index`, by whoever took it."""
-    _SUM.pack_into(record, _PARTS_AT + index * _SUM.size, checksum)
+    _SUM.pack_into(record, sum_at(index), checksum)
 
 
 def stated_sum(record: Buffer, index: int) -> int:
     """The checksum that the header states for part `index`."""
-    stated: int = _SUM.unpack_from(record, _PARTS_AT + index * _SUM.size)[0]
+    stated: int = _SUM.unpack_from(record, sum_at(index))[0]
     return stated
 
 
@@ -213,6 +220,19 @@ def verify_header(
     proves the payload. There is only one such header, so nothing of it need be decoded."""
     expected = _packed(Header(key, namespace, payload_bytes, parts))
     return Outcome.OK if record[: len(expected)] == expected else Outcome.CORRUPT
+
+
+def expected_headers(
+    keys: Sequence[BlockKey], namespace: bytes, payload_bytes: int, parts: int
+) -> bytes:
+    """What `verify_header` looks for, for each of these keys, one behind the other."""
+    begins = {
+        size: _packed(Header(BlockKey(bytes(size)), namespace, payload_bytes, parts))[:_KEY_AT]
+        for size in {len(key) for key in keys}
+    }
+    fixed = [begins[len(key)] + key.ljust(KEY_BYTES_MAX, b"\0") for key in keys]
+    sums = [_SUM.pack(xxhash.xxh3_64_intdigest(each)) for each in fixed]
+    return b"".join(itertools.chain.from_iterable(zip(fixed, sums, strict=True)))
 
 
 def _packed(header: Header) -> bytes:

@@ -169,6 +169,27 @@ def same_block(one: bytes, other: bytes) -> bool:
     return one[0] == other[0] and block_stamp(one) == block_stamp(other)
 
 
+def are_same_blocks(
+    some: npt.NDArray[np.void], others: npt.NDArray[np.void]
+) -> npt.NDArray[np.bool_]:
+    """Whether readings of entries have the same stamps (`block_stamp`), one by one."""
+    one, other = (each.view(np.uint8).reshape(-1, ENTRY_BYTES) for each in (some, others))
+    alike = one == other
+    alike[:, 0] = alike[:, USES_AT : USES_AT + USES.size] = True
+    same: npt.NDArray[np.bool_] = alike.all(axis=1)
+    return same
+
+
+def are_of(entries: npt.NDArray[np.void], keys: Sequence[BlockKey]) -> npt.NDArray[np.bool_]:
+    """Whether entries are those of these keys, one by one."""
+    padded = np.frombuffer(b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys]), np.uint8)
+    found = np.ascontiguousarray(entries["key"]).view(np.uint8)
+    lengths = np.array([len(key) for key in keys])
+    same: npt.NDArray[np.bool_] = (found == padded).reshape(len(keys), -1).all(axis=1)
+    same &= entries["key_bytes"] == lengths
+    return same
+
+
 def last_used(entries: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
     """When the block of each entry was used last; one that never was, when it was stored."""
     seconds: npt.NDArray[np.float64] = np.maximum(entries["stored_at"], entries["used_at"]) * 1.0

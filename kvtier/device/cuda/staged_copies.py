@@ -240,14 +240,7 @@ class StagedPath:
 
     def _ids(self, batch: Batch, rows: list[int]) -> Ints:
         """The block at each place of these rows; -1 where a partial chunk has none."""
-        work = batch.work
-        if work.places is None:  # by whichever thread is first: once for all batches
-            pieces, ids = work.pieces, work.job.blocks.ids
-            place = np.arange(self._layout.blocks_per_chunk) - pieces.skip[:, None]
-            inside = (place >= 0) & (place < pieces.length[:, None])
-            at = np.where(inside, pieces.at[:, None] + place, 0)
-            work.places = np.where(inside, ids[at], -1)
-        return work.places[rows]
+        return batch.work.places(rows, self._layout.blocks_per_chunk)
 
 
 def _reach(batch: Batch, clock: Callable[[], float]) -> None:

@@ -144,6 +144,7 @@ class MemoryHost:
         self.memory = np.zeros(slots * self.slot_bytes + 4096, np.uint8)
         self._skip = -self.memory.ctypes.data % 4096
         self._view = self.memory.data
+        self._slots = slots
         self.entries = [bytes(table.ENTRY_BYTES)] * slots
 
     def record(self, slot: int) -> Buffer:
@@ -155,6 +156,14 @@ class MemoryHost:
 
     def entry(self, slot: int) -> bytes:
         return self.entries[slot]
+
+    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        entries = b"".join([self.entry(slot) for slot in slots.tolist()])
+        return np.frombuffer(entries, table.ENTRY_DTYPE)
+
+    @property
+    def data(self) -> Buffer:
+        return self._view[self._skip : self._skip + self._slots * self.slot_bytes]
 
     def put(self, slot: int, key: BlockKey, state: int, generation: int = 1) -> None:
         self.entries[slot] = table.pack_entries(state, [key], generation, 0)

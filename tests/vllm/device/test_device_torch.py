@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.core.records.record import part_sum
 from kvtier.device.cpu_copier import PageCopier, host_arrays
 from kvtier.device.layout import DeviceLayout
+from kvtier.device.load_proofs import Parts
 
 pytestmark = pytest.mark.vllm
 
@@ -412,7 +414,8 @@ def test_torch_tensors_are_copied_in_place() -> None:
     assert (found[:32] == before[3, :32].numpy()).all()
     assert (found[32:64] == before[9, :32].numpy()).all()
     assert (found[-24:] == before[9, 64:88].numpy()).all()
-    copier.scatter(0, [12, 13], 0, part)
+    parts = Parts(np.frombuffer(part, np.uint8)[None], np.arange(1))
+    copier.scatter(0, np.array([[12, 13]]), parts, np.array([part_sum(part)], np.uint64))
     assert (tensor[12, :88] == before[3, :88]).all()
     assert (tensor[13, :88] == before[9, :88]).all()
     assert (tensor[12, 88:] == before[12, 88:]).all()

@@ -10,13 +10,28 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.records.record import PIECE_BYTES, TAIL_BYTES, part_sum
+from kvtier.core.interfaces.mover import TransferKind
+from kvtier.core.records.record import (
+    HEADER_BYTES,
+    PIECE_BYTES,
+    TAIL_BYTES,
+    Header,
+    part_sum,
+    seal,
+)
+from kvtier.core.slab import layout as table
 from kvtier.device import host_kernels
-from kvtier.device.cpu_copier import PageCopier
+from kvtier.device.copier import Job
+from kvtier.device.copy_plan import Blocks
+from kvtier.device.cpu_copier import _STRIP_BYTES as STRIP_BYTES
+from kvtier.device.cpu_copier import CpuCopier, PageCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.load_proofs import Parts
+from kvtier.types import Outcome
 
-STRIPE, BLOCKS = 64, 6
+STRIPE, BLOCKS = 64, 8
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +80,26 @@ def a_part(layout: DeviceLayout) -> npt.NDArray[np.uint8]:
     return part
 
 
+def in_slots(*parts: npt.NDArray[np.uint8]) -> Parts:
+    """Parts of slots whose distance is a multiple of a stripe."""
+    room = np.zeros((len(parts), len(parts[0]) + 2 * STRIPE), np.uint8).ravel()
+    at = -int(room.ctypes.data) % STRIPE
+    width = len(parts[0]) // STRIPE * STRIPE + STRIPE
+    rows = room[at : at + width * len(parts)].reshape(-1, width)[:, : len(parts[0])]
+    rows[:] = parts
+    return Parts(rows, np.arange(len(parts)))
+
+
+def sums_of(parts: Parts) -> npt.NDArray[np.uint64]:
+    return np.array([part_sum(part.tobytes()) for part in parts.of_slots], np.uint64)
+
+
+def scattered(copier: PageCopier, places: npt.NDArray[np.int64], part: Any) -> int:
+    """The checksum of one part, which is right."""
+    parts = in_slots(part)
+    return int(copier.scatter(0, places[None], parts, sums_of(parts))[0])
+
+
 EDGES = [TAIL_BYTES, PIECE_BYTES, PIECE_BYTES + TAIL_BYTES, 2 * PIECE_BYTES + TAIL_BYTES]
 
 
@@ -81,8 +116,9 @@ def test_they_do_what_numpy_and_xxhash_do(kernels: host_kernels.Kernels, data: A
     part, expected = a_part(mine.layout), a_part(mine.layout)
     ids = data.draw(st.permutations(range(BLOCKS)))[:per_chunk]
     skip = data.draw(st.integers(0, per_chunk - 1))
-    loaded = mine.copier(kernels).scatter(0, ids[skip:], skip, part.data)
-    assert loaded == plain.copier(None).scatter(0, ids[skip:], skip, part.data)
+    places = np.array([-1] * skip + ids[skip:])
+    loaded = scattered(mine.copier(kernels), places, part)
+    assert loaded == scattered(plain.copier(None), places, part)
     assert loaded == part_sum(part.data)
     assert (mine.memory == plain.memory).all()
     stored = mine.copier(kernels).gather(0, ids, 0, part.data)
@@ -99,21 +135,49 @@ def test_what_does_not_lie_in_stripes_is_left_to_numpy(
     kernels: host_kernels.Kernels, pages: list[int], shift: int, gap: int
 ) -> None:
     tensors = Tensors(pages, 2, shift=shift, gap=gap)
-    part = a_part(tensors.layout)
+    part, blocks = a_part(tensors.layout), np.array([1, 3])
+    parts = in_slots(part)
     copies = host_kernels.OnePassCopies(kernels, tensors.layout, tensors.arrays)
-    assert copies.load(0, [1, 3], 0, part.data) is None
-    found = tensors.copier(kernels).scatter(0, [1, 3], 0, part.data)
-    assert found == part_sum(part.data)
+    assert copies.load(0, blocks[None], parts, sums_of(parts), proved_first=True) is None
+    assert scattered(tensors.copier(kernels), blocks, part) == part_sum(part.data)
     assert (tensors.arrays[0][[1, 3]].ravel() == part[: 2 * pages[0]]).all()
 
 
 def test_a_part_that_is_short_or_askew_is_not_for_them(kernels: host_kernels.Kernels) -> None:
     tensors = Tensors([4096], 2)
+    part, blocks = a_part(tensors.layout), np.array([[1, 3]])
     copies = host_kernels.OnePassCopies(kernels, tensors.layout, tensors.arrays)
-    part = a_part(tensors.layout)
-    assert copies.load(0, [1, 3], 0, part[:-STRIPE].data) is None
-    assert copies.load(0, [1, 3], 0, np.zeros(len(part) + 1, np.uint8)[1:].data) is None
+    askew = np.zeros(len(part) + 1, np.uint8)[1:]
+    for wrong in (part[:-STRIPE], askew):
+        slots, stated = Parts(wrong[None], np.arange(1)), np.zeros(1, np.uint64)
+        assert copies.load(0, blocks, slots, stated, proved_first=True) is None
+        assert copies.store(0, [1, 3], wrong.data) is None
     assert copies.store(0, [1], part.data) is None, "a chunk with a hole"
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(
+    ("page", "copied"),
+    [(4096, 1), (STRIP_BYTES // 2, 1), (STRIP_BYTES, 2), (PIECE_BYTES, 2)],
+    ids=["small", "strip", "large", "pieces"],
+)
+def test_nothing_is_copied_after_what_is_wrong(
+    kernels: host_kernels.Kernels, built: bool, page: int, copied: int
+) -> None:
+    """Nor is that itself, if it is small; the checksums of all are found nevertheless."""
+    tensors = Tensors([page], 2)
+    whole = a_part(tensors.layout)
+    parts = in_slots(whole, whole[::-1], whole ^ 1)
+    stated = sums_of(parts)
+    parts.of_slots[1, -1] ^= 1
+    blocks = np.array([[3, 0], [1, 4], [5, 2]])
+    wanted = tensors.arrays[0].copy()
+    for part, places in list(zip(parts.of_slots, blocks, strict=True))[:copied]:
+        wanted[places] = part.reshape(2, page)
+    found = tensors.copier(kernels if built else None).scatter(0, blocks, parts, stated)
+    assert (found == sums_of(parts)).all()
+    assert (found == stated).tolist() == [True, False, True]
+    assert (tensors.arrays[0] == wanted).all()
 
 
 def test_a_block_that_is_not_there_is_an_error(kernels: host_kernels.Kernels) -> None:
@@ -121,6 +185,37 @@ def test_a_block_that_is_not_there_is_an_error(kernels: host_kernels.Kernels) ->
     part = a_part(tensors.layout)
     with pytest.raises((IndexError, ValueError)):
         tensors.copier(kernels).gather(0, [0, BLOCKS], 0, part.data)
+
+
+@pytest.mark.parametrize("page", [4096, STRIP_BYTES], ids=["small", "large"])
+@pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + 2 * 4096 - 1])
+def test_a_copier_loads_only_what_is_proved(page: int, at: int) -> None:
+    """One bit has flipped in the third of four records; the large one is found out too late."""
+    tensors = Tensors([page], 2)
+    host, keys = MemoryHost(tensors.layout, 4), keys_of(4)
+    for slot, key in enumerate(keys):
+        record = host.record(slot)
+        record[HEADER_BYTES:] = bytes([slot + 1]) * (2 * page)
+        seal(record, Header(key, NAMESPACE, 2 * page))
+        host.put(slot, key, table.VALID)
+    host.record(2)[at] ^= 1
+    copier = CpuCopier(tensors.layout, tensors.arrays, host, NAMESPACE, load_threads=1)
+    assert copier._pages._one_pass
+    blocks = Blocks(np.arange(8), [8], [0])
+    slots, kind = list(range(4)), TransferKind.LOAD
+    job = Job(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+    before = tensors.arrays[0].copy()
+    copier.submit(job)
+    copier.wait([1])
+    (result,) = copier.poll()
+    copier.close()
+    ok, wrong, late = Outcome.OK, Outcome.CORRUPT, Outcome.CANCELLED
+    assert result.outcomes == [ok, ok, wrong, late]
+    pages = tensors.arrays[0]
+    assert (pages[:4] == np.repeat([1, 2], 2)[:, None]).all()
+    assert (pages[6:] == before[6:]).all()
+    if page == 4096 or at < HEADER_BYTES:
+        assert (pages[4:6] == before[4:6]).all()
 
 
 @pytest.mark.parametrize("wrong", ["result", "error", "absence"])
