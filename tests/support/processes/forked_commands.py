@@ -10,6 +10,7 @@ of the commands themselves are imported there, so that one that imports too litt
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import io
@@ -25,7 +26,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _ORDER_BYTES_MAX = 1 << 20
-_IMPORTED = ("kvtier.cli.app", "kvtier.cli.starter_stack", "kvtier.cli.inspection.inspectors")
+_IMPORTED = (
+    "kvtier.cli.app",
+    "kvtier.cli.starter_stack",
+    "kvtier.cli.inspection.inspectors",
+    "kvtier.backends.cpu.inspection.inspector",
+    "kvtier.backends.nvme.inspection.inspector",
+    "kvtier.backends.object.inspection.inspector",
+)
+_TYPERS_OWN = "typer._adapters"
+"""Imports pydantic, if that is installed, when the first option is read; some versions have it."""
 _PYTHONS_OWN = ("PYTHON", "LANG", "LC_", "TERM")
 """What begins so, Python or its libraries read when they start: other values, another process."""
 
@@ -166,6 +176,8 @@ def _main() -> None:
     del sys.path[0]  # this folder
     for name in _IMPORTED:
         importlib.import_module(name)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(_TYPERS_OWN)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
