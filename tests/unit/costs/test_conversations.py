@@ -41,7 +41,9 @@ def against_both(ratio: float, users: int, *, remembers: bool) -> tuple[float, i
     return mean(converse(engine, users)) / min(others), engine.left
 
 
-@pytest.mark.parametrize("ratio", [3.0, 5.0, 10.0])
+@pytest.mark.parametrize(
+    "ratio", [3.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (5.0, 10.0))]
+)
 @pytest.mark.parametrize("remembers", [True, False])
 def test_what_is_loaded_several_times_as_fast_is_all_loaded(ratio: float, remembers: bool) -> None:
     for users in USERS:
