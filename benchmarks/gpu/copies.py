@@ -102,16 +102,16 @@ def unstaged(torch: Any, report: Report) -> None:
 
 def mixed_layout(torch: Any, blocks: int) -> tuple[list[Any], DeviceLayout]:
     """Two groups that share a tensor: padded pages, pages of another size, four blocks a chunk."""
-    page, padding = 16 << 10, 512
+    page, padding, wide_layers = 16 << 10, 512, LAYERS - LAYERS // 4
     pools = [
         torch.randint(0, 255, (blocks, page + pad), dtype=torch.uint8, device="cuda")
-        for pad in [padding] * (LAYERS - 8) + [0] * 8
+        for pad in [padding] * wide_layers + [0] * (LAYERS - wide_layers)
     ]
     tensors = tuple(
         DeviceTensor(pool.data_ptr(), blocks, pool.stride(0), pool.shape[1]) for pool in pools
     )
-    wide = tuple(PageRef(layer, page) for layer in range(LAYERS - 8))
-    narrow = (PageRef(0, page - 8), *(PageRef(at, page // 2) for at in range(LAYERS - 8, LAYERS)))
+    wide = tuple(PageRef(layer, page) for layer in range(wide_layers))
+    narrow = (PageRef(0, page - 8), *(PageRef(at, page // 2) for at in range(wide_layers, LAYERS)))
     return pools, DeviceLayout(tensors, (wide, narrow), 4)
 
 

@@ -74,7 +74,7 @@ def assert_all_below(stack: Stack, tier: int) -> None:
     assert stack.chain.chain_stats().hits[tier] == COUNT
 
 
-@pytest.mark.parametrize("kills", [1, 2])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("kinds", "held"),
     [("cpu nvme", 1), ("cpu object", 1), ("cpu nvme object", 2)],

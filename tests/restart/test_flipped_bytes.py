@@ -134,7 +134,14 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stack]:
     stack.close()
 
 
-@pytest.mark.parametrize("at", [HEADER_AT, SUM_AT, PAYLOAD_AT], ids=["header", "sum", "payload"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(HEADER_AT, marks=pytest.mark.slow, id="header"),
+        pytest.param(SUM_AT, marks=pytest.mark.slow, id="sum"),
+        pytest.param(PAYLOAD_AT, id="payload"),
+    ],
+)
 @pytest.mark.parametrize("tier", [CPU, NVME, OBJECT], ids=NAMES)
 @pytest.mark.parametrize(
     ("opened", "reader"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,12 +92,31 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def tree_of(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-@pytest.mark.parametrize("path", product_files(), ids=module_of)
-def test_imports_point_one_way(path: Path) -> None:
+tree_of = functools.cache(parse)
+"""For those that only look."""
+
+
+def holds_for(check: Callable[[Path], None], paths: list[Path]) -> None:
+    """Hold a rule against every file, and tell of all that break it."""
+    broken = []
+    for path in paths:
+        try:
+            check(path)
+        except (AssertionError, pytest.fail.Exception) as error:
+            broken.append(str(error))
+    assert paths
+    assert not broken, "\n".join(broken)
+
+
+def test_imports_point_one_way() -> None:
+    holds_for(check_imports, product_files())
+
+
+def check_imports(path: Path) -> None:
     module = module_of(path)
     layer = layer_of(module)
     assert layer in LAYERS, f"{module} is in no layer: name it in ARCHITECTURE.md and here"
@@ -116,16 +136,22 @@ def test_imports_point_one_way(path: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "backends").glob("*/**/*.py")), ids=module_of)
-def test_backends_do_not_know_each_other(path: Path) -> None:
+def test_backends_do_not_know_each_other() -> None:
+    holds_for(check_other_backends, sorted((ROOT / "backends").glob("*/**/*.py")))
+
+
+def check_other_backends(path: Path) -> None:
     own = module_of(path).split(".")[2]
     for line, name in imports(tree_of(path)):
         if name.startswith("kvtier.backends."):
             assert name.split(".")[2] == own, f"{path}:{line}: {own} must not import {name}"
 
 
-@pytest.mark.parametrize("path", product_files(), ids=module_of)
-def test_files_and_functions_are_small(path: Path) -> None:
+def test_files_and_functions_are_small() -> None:
+    holds_for(check_sizes, product_files())
+
+
+def check_sizes(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= FILE_LINES_MAX, f"{path} has {lines} lines, more than {FILE_LINES_MAX}"
     for node in ast.walk(tree_of(path)):
@@ -172,7 +198,7 @@ def graph_of(known: dict[str, Path]) -> dict[str, set[str]]:
     """Which module imports which, within functions too; what is only for types counts nothing."""
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
-        tree = tree_of(path)
+        tree = parse(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []
@@ -240,8 +266,11 @@ def test_who_catches_whatever_ends_a_block_passes_it_on() -> None:
                 )
 
 
-@pytest.mark.parametrize("path", product_files(), ids=module_of)
-def test_every_file_says_what_it_is_for(path: Path) -> None:
+def test_every_file_says_what_it_is_for() -> None:
+    holds_for(check_docstring, product_files())
+
+
+def check_docstring(path: Path) -> None:
     tree = tree_of(path)
     if tree.body:
         assert ast.get_docstring(tree), f"{path} does not begin with a sentence about itself"
@@ -257,9 +286,12 @@ def outside_the_border() -> list[Path]:
     return sorted(path for path in files if "hooks" not in path.parts)
 
 
-@pytest.mark.parametrize("path", outside_the_border(), ids=module_of)
-def test_vllm_is_reached_into_by_its_hooks_alone(path: Path) -> None:
+def test_vllm_is_reached_into_by_its_hooks_alone() -> None:
     """What vLLM does not promise is touched in kvtier/vllm/hooks/, where it stands in a table."""
+    holds_for(check_border, outside_the_border())
+
+
+def check_border(path: Path) -> None:
     tree = tree_of(path)
     for line, name in imports(tree):
         module = name.rpartition(".")[0] or name
@@ -275,8 +307,11 @@ def test_vllm_is_reached_into_by_its_hooks_alone(path: Path) -> None:
             assert ast.unparse(node.func) != "setattr", f"{path}:{node.lineno} changes another's"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kvtier" / "vllm").rglob("*.py")), ids=module_of)
-def test_nobody_looks_at_who_calls(path: Path) -> None:
+def test_nobody_looks_at_who_calls() -> None:
+    holds_for(check_callers, sorted((ROOT / "kvtier" / "vllm").rglob("*.py")))
+
+
+def check_callers(path: Path) -> None:
     walks = {"_getframe", "currentframe", "f_back", "f_locals"}
     for node in ast.walk(tree_of(path)):
         name = getattr(node, "attr", None) or getattr(node, "id", None)

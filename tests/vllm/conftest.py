@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +16,14 @@ MODELS = Path(sys.prefix) / "models"
 HANGS_S = 1800
 """A test starts several engines, each of which takes half a minute where processors are busy."""
 LOG_LINES = 60
-LONGEST = ("test_readme.py", "test_gpu_rehearsal.py", "test_demo.py")
+LONGEST = (
+    "test_readme.py",
+    "test_gpu_rehearsal.py",
+    "test_server.py",
+    "test_gpu_engine.py",
+    "test_demo.py",
+    "test_handoff.py",
+)
 """They begin first: the workers share whole files, and all wait for the one that ends last."""
 
 
@@ -40,6 +48,18 @@ def pytest_runtest_makereport(
             lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             report.sections.append((f"end of {log.name}", "\n".join(lines)))
     return report
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """What vLLM sets when a test imports it, or has it make a configuration, goes with the test.
+    Else no engine after that could be forked: its environment would be another one (10 s, not 2).
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

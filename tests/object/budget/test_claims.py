@@ -19,7 +19,9 @@ from kvtier.backends.object.stores.store import Buffer, PutOutcome
 
 
 @pytest.mark.parametrize("how", ["good", "flaky", "late"])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(each, marks=pytest.mark.slow) for each in range(20, 100))]
+)
 def test_no_order_of_events_takes_room_twice(seed: int, how: str) -> None:
     world = World(seed, 2 + seed % 3, how)
 

@@ -12,6 +12,7 @@ class TestFolder(TierContract):
 
 
 @pytest.mark.s3
+@pytest.mark.slow
 class TestMoto(TierContract):
     """A store that can refuse; blocks are compressed where that helps."""
 

@@ -41,7 +41,9 @@ def against_both(ratio: float, users: int, *, remembers: bool) -> tuple[float, i
     return mean(converse(engine, users)) / min(others), engine.left
 
 
-@pytest.mark.parametrize("ratio", [3.0, 5.0, 10.0])
+@pytest.mark.parametrize(
+    "ratio", [3.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (5.0, 10.0))]
+)
 @pytest.mark.parametrize("remembers", [True, False])
 def test_what_is_loaded_several_times_as_fast_is_all_loaded(ratio: float, remembers: bool) -> None:
     for users in USERS:
@@ -56,7 +58,16 @@ def test_hardly_anything_is_faster_than_that(ratio: float, users: int) -> None:
     assert mine <= 1.03 * mean(greedily(users, **how))
 
 
-@pytest.mark.parametrize(("ratio", "usual"), [(0.5, 0.87), (1.0, 0.84), (1.5, 0.94), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("ratio", "usual"),
+    [
+        (1.0, 0.84),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((0.5, 0.87), (1.5, 0.94), (2.0, 1.0))
+        ),
+    ],
+)
 def test_where_both_are_about_as_fast_they_share_the_work(ratio: float, usual: float) -> None:
     shares = [
         against_both(ratio, users, remembers=remembers)[0]

@@ -21,13 +21,14 @@ from support.device import pretend_cuda
 import torch
 from support.device.host_reads import HostDriver
 from benchmarks.gpu import arena, beside, copies, disk, kernels, timeline
-arena.RECORD_BYTES = 1 << 20
-copies.TURN_BYTES, copies.PAGES = 2 << 20, [16 << 10, 64 << 10]
-copies.IDENTITY_PAGES, copies.IDENTITY_RECORDS = 500, 8
-beside.SIZE, beside.SIDE, beside.TURNS, beside.ROUNDS = 4 << 20, 32, 1, 4
-kernels.ROUNDS, kernels.BYTES_MAX, timeline.SIZE = 1, 1 << 20, 4 << 20
+arena.LAYERS = beside.LAYERS = copies.LAYERS = disk.LAYERS = 4
+arena.RECORD_BYTES, copies.TURN_BYTES = 128 << 10, 512 << 10
+copies.PAGES, copies.IDENTITY_PAGES, copies.IDENTITY_RECORDS = [16 << 10, 64 << 10], 50, 4
+beside.SIZE, beside.SIDE, beside.PRODUCTS = 512 << 10, 32, 4
+beside.TURNS, beside.ROUNDS, beside.FEW_ROUNDS = 1, 2, 2
+kernels.ROUNDS, kernels.BYTES_MAX, timeline.SIZE = 1, 1 << 20, 512 << 10
 copies.SECONDS = copies.PART_SECONDS = 600.0  # processors may be busy here
-disk.DISK_BYTES = 8 << 20
+disk.DISK_BYTES = 1 << 20
 disk.probe = lambda folder: None
 disk.KvikioDriver = lambda index: HostDriver(torch)
 copies.main()
@@ -46,8 +47,9 @@ _SWEEP = """
 TITLES = ["as they are", "4 buffers"]
 from support.device import pretend_cuda
 from benchmarks.gpu import arena, beside, kernels, sweep
-arena.RECORD_BYTES, beside.SIDE, beside.ROUNDS = 1 << 20, 32, 4
-sweep.SIZE, sweep.PAGES, sweep.TURNS = 2 << 20, [64 << 10], 1
+arena.LAYERS = beside.LAYERS = 4
+arena.RECORD_BYTES, beside.SIDE, beside.ROUNDS, beside.FEW_ROUNDS = 128 << 10, 32, 2, 2
+sweep.SIZE, sweep.PAGES, sweep.TURNS = 512 << 10, [64 << 10], 1
 kernels.ROUNDS, kernels.BYTES_MAX = 1, 1 << 20
 sweep.SECONDS = sweep.VARIANT_SECONDS = 600.0  # processors may be busy here
 sweep.VARIANTS = [each for each in sweep.VARIANTS if each.title in TITLES]
@@ -103,8 +105,9 @@ def test_the_tests() -> None:
         "-p",
         "support.device.pretend_cuda",
     )
-    # The interpreter takes half a minute for each test with pages of 1 MiB: one of them is enough.
-    large = "1048576 and staged and not test_pages_out_and_back"
+    # The interpreter takes up to a minute for each test with staged pages that are large: one is
+    # enough, and parts of several pieces are test_device_torch.py's.
+    large = "staged and (1048576 or 262144 and not test_pages_out_and_back)"
     chosen = ("-k", f"not ({large})")
     said = python("-m", "pytest", "-q", *quiet, *chosen, "tests/gpu", PYTEST_ADDOPTS="")
     assert "passed" in said

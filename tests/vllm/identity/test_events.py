@@ -178,7 +178,7 @@ def told_of(keys: list[bytes], *, removed: bool = False, tier: str = "nvme") -> 
     return event
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hashes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
@@ -194,6 +194,7 @@ def events_with(room: int) -> Any:
 
 
 @importing
+@pytest.mark.usefixtures("hashes_as_they_are")
 def test_what_is_forgotten_was_taken_back() -> None:
     events, chunks = events_with(2), [chunk_of(each) for each in range(3)]
     keys = [chunk[-1] for chunk in chunks]
@@ -215,6 +216,7 @@ def test_what_is_forgotten_was_taken_back() -> None:
 
 
 @importing
+@pytest.mark.usefixtures("hashes_as_they_are")
 def test_a_tier_below_tells_after_one_above() -> None:
     """And a block may come again, while it is told that it went."""
     events, chunk = events_with(2), chunk_of(5)
@@ -227,6 +229,7 @@ def test_a_tier_below_tells_after_one_above() -> None:
 
 
 @importing
+@pytest.mark.usefixtures("hashes_as_they_are")
 def test_as_many_are_described_as_may_be_on_their_way() -> None:
     """Of two tiers of which each moves 4096 up: a dozen prompts of 100,000 tokens each."""
     events, (request, group, at, _) = events_with(10_000), chunk_of(5)
@@ -238,6 +241,7 @@ def test_as_many_are_described_as_may_be_on_their_way() -> None:
 
 
 @importing
+@pytest.mark.usefixtures("hashes_as_they_are")
 def test_a_block_in_two_tiers_is_known_until_both_have_dropped_it() -> None:
     events, chunk = events_with(2), chunk_of(5)
     events.record_store(*chunk)
@@ -252,6 +256,7 @@ def test_a_block_in_two_tiers_is_known_until_both_have_dropped_it() -> None:
 
 
 @importing
+@pytest.mark.usefixtures("hashes_as_they_are")
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_nobody_has_described_is_named(window: int | None) -> None:
     events, chunk = events_with(2), chunk_of(9, window)
