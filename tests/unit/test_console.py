@@ -129,6 +129,25 @@ class TestTheFrame:
         done = run_command(PUT_OFF.format(presses=presses))
         assert (done.returncode, done.stdout.strip(), done.stderr) == (130, said, "")
 
+    def test_a_terminal_hears_that_ctrl_c_is_put_off(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from kvtier.cli.console.interrupts import uninterrupted
+
+        def press_twice() -> None:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt), uninterrupted(lambda: 0.0):
+                press_twice()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        said = "kvtier: ending what is under way (Ctrl-C again gives it up) ...\n"
+        assert capsys.readouterr().err == said
+
     @pytest.mark.parametrize(
         "module", ["kvtier.errors", "typer", "kvtier.cli.commands.setup.config"]
     )
