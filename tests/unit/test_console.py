@@ -148,6 +148,14 @@ class TestTheFrame:
         said = "kvtier: ending what is under way (Ctrl-C again gives it up) ...\n"
         assert capsys.readouterr().err == said
 
+    def test_what_is_waited_for_is_said_before_any_of_it_has_ended(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm")
+        with console.progress("simulating", 9, "tiers"):
+            assert "simulating 0 of 9 tiers 0.0%" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         "module", ["kvtier.errors", "typer", "kvtier.cli.commands.setup.config"]
     )
