@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
 _READ_BYTES = 1 << 20
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def spread(
@@ -43,8 +45,9 @@ def spread(
         while left or workers:
             while left and len(workers) < cores:
                 number, task = left.pop()
-                worker = _Worker(number, partial(function, task))
-                workers[worker.pipe] = worker
+                with _signals_held():
+                    worker = _Worker(number, partial(function, task))
+                    workers[worker.pipe] = worker
             ready, _, _ = select.select(list(workers), [], [])
             for pipe in ready:
                 if workers[pipe].read():
@@ -57,6 +60,18 @@ def spread(
             os.kill(worker.pid, signal.SIGKILL)
             worker.close()
         gc.unfreeze()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """What ends a command waits for the end of the block: what a handler raises amid Python's own
+    work after a fork is printed and lost, and a worker that nobody knows of would go on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:
@@ -97,8 +112,9 @@ def _work(work: Callable[[], object], end: int) -> None:
     status = 1
     try:
         gc.disable()  # it lives for one task
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         with os.fdopen(end, "wb") as pipe:
             pipe.write(msgspec.msgpack.encode(work()))
         status = 0

@@ -28,6 +28,7 @@ tiers:
 WRONG = [
     (f"ls --tier {'1' * 5000} -c {{stack}}", 2, "is not one tier of 0 cpu, 1 nvme"),
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
+    ("prewarm --rate 200 -c {stack}", 2, "'--rate': '200' is no rate; write one like 200MB/s"),
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is no rate; write one like 200MB/s"),
     ("export {folder}/x.pack --size 4KiB -c {stack}", 1, "4 KiB hold not one block, which takes"),
     ("snapshot --to file://{folder} --size 1 -c {stack}", 1, "1 B hold not one block, which"),

@@ -129,6 +129,33 @@ class TestTheFrame:
         done = run_command(PUT_OFF.format(presses=presses))
         assert (done.returncode, done.stdout.strip(), done.stderr) == (130, said, "")
 
+    def test_a_terminal_hears_that_ctrl_c_is_put_off(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from kvtier.cli.console.interrupts import uninterrupted
+
+        def press_twice() -> None:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt), uninterrupted(lambda: 0.0):
+                press_twice()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        said = "kvtier: ending what is under way (Ctrl-C again gives it up) ...\n"
+        assert capsys.readouterr().err == said
+
+    def test_what_is_waited_for_is_said_before_any_of_it_has_ended(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm")
+        with console.progress("simulating", 9, "tiers"):
+            assert "simulating 0 of 9 tiers 0.0%" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         "module", ["kvtier.errors", "typer", "kvtier.cli.commands.setup.config"]
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.backends.nvme.folder.files import pins_path
 from kvtier.backends.nvme.folder.lock import folder_locked
+from kvtier.core.error_texts import naming
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import BLOCKS_MAX, PINNED
 from kvtier.core.system.disk import Disk
@@ -50,4 +51,6 @@ def _read(home: Path) -> dict[BlockKey, float]:
 
 
 def _write(home: Path, pinned: Mapping[BlockKey, float]) -> None:
-    kept_file.write(Disk(), pins_path(home), {PINNED: pinned}, bytes.fromhex(home.name))
+    path = pins_path(home)
+    with naming(path):
+        kept_file.write(Disk(), path, {PINNED: pinned}, bytes.fromhex(home.name))

@@ -38,10 +38,13 @@ def parse_block(text: str | int) -> int:
 
 def parse_rate(text: str) -> int:
     """The value of an option that is a rate, like 200MB/s, in bytes a second."""
+    size = text.removesuffix("/s")
     try:
-        return parse_size(text.removesuffix("/s"))
+        if size[-1:].isalpha():  # a plain number is taken for megabytes by some, and is bytes
+            return parse_size(size)
     except typer.BadParameter:
-        raise typer.BadParameter(f"{text!r} is no rate; write one like 200MB/s") from None
+        pass
+    raise typer.BadParameter(f"{text!r} is no rate; write one like 200MB/s")
 
 
 def parse_duration(text: str) -> float:

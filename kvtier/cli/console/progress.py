@@ -51,9 +51,11 @@ class Progress:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
-    """A line that says how far something has come, gone at the end."""
+    """A line that says how far something has come, gone at the end. It is there at once: a store
+    that does not answer, or the first of a few long simulations, is waited for before any end."""
     bar = Progress(what, total, unit)
     try:
+        bar.advance(0)
         yield bar
     finally:
         bar.clear()

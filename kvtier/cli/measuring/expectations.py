@@ -34,7 +34,7 @@ class Outlook(msgspec.Struct, kw_only=True):
     break_even_tokens: int | None = None
     """From this length on loading is quicker than recomputing; None if it never is."""
     first_token_s: float | None = None
-    """For a prompt whose whole chunks are all in this tier."""
+    """For a prompt of whose whole chunks this tier has as many as it can hold."""
 
 
 class Expectation(msgspec.Struct, kw_only=True):
@@ -104,7 +104,7 @@ def _tier(
     outlook.load_tokens_per_s = prompt / load_seconds(shape, prompt, link, device)
     if prefill is not None:
         outlook.break_even_tokens = _break_even(shape, link, device, prefill, step)
-        whole = prompt // step * step
+        whole = min(prompt // step, chunks) * step
         rest = max(1, prompt - whole)
         load = load_seconds(shape, whole, link, device) if whole else 0.0
         outlook.first_token_s = load + rest / prefill

@@ -136,7 +136,9 @@ def _load_tokenizer(model: str | None) -> Any:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise KVTierError(f"{model} has no tokenizer here: {reason}") from error
+        raise KVTierError(
+            f"{model} has no tokenizer here: name a folder that has one with --model ({reason})"
+        ) from error
 
 
 def _tokens_of(line: _Line, tokenizer: Callable[[], Any]) -> list[int]:

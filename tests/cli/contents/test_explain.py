@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -424,3 +426,13 @@ def test_a_namespace_that_nothing_describes_does_not_stop_the_others(
     assert {name: each["copied"] for name, each in found.items()} == {first: 0, last: 1}
     assert "does not describe this namespace" in found[first]["skipped"]
     assert (report["ok"], len(report["troubles"])) == (False, 1)
+
+
+def test_a_model_without_a_tokenizer_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise OSError("not in the cache\nand much more")
+
+    hub = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=missing))
+    monkeypatch.setitem(sys.modules, "transformers", hub)
+    with pytest.raises(KVTierError, match=r"one with --model \(not in the cache\)$"):
+        prompts_module._load_tokenizer("some/model")

@@ -274,6 +274,15 @@ def test_what_told_of_blocks_that_went_goes(in_a_folder: Path, tmp_path: Path) -
         assert run("ls", *args)["namespaces"][0]["namespace"] == other.id
 
 
+def test_clear_says_what_it_has_emptied_though_it_did_not_ask(
+    in_a_folder: Path, tmp_path: Path
+) -> None:
+    fill(in_a_folder)
+    done = command("clear", "-c", in_a_folder, "--yes")
+    store = f"2 object (file://{tmp_path}/store, which other servers may share)"
+    assert done.out.endswith(f" were removed from 0 cpu, 1 nvme, {store}\n")
+
+
 def test_blocks_are_chosen_by_the_room_they_will_take(in_a_folder: Path, tmp_path: Path) -> None:
     """Not by what they take where they are: a small group's are small in a store, and have a whole
     slot each on a disk."""
@@ -407,7 +416,7 @@ def test_a_target_that_is_down_is_called_that(
     done = command(*words, "-c", target, "--json")
     assert (done.code, done.out) == (1, "")
     assert done.err == (
-        "kvtier: nothing listens at http://127.0.0.1:9: is the endpoint up, and right?\n"
+        "kvtier: nothing listens at http://127.0.0.1:9: the endpoint is down, or elsewhere\n"
     )
 
 

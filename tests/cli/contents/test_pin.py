@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from support.processes.cli_world import command, run
 
 from kvtier import Stack
+from kvtier.cli import app
 from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.testing.records import make_keys, payload
 from kvtier.types import BlockKey, Namespace, Presence
@@ -96,6 +98,18 @@ def test_a_running_engine_heeds_it(stack: Path, prompts: Path) -> None:
         tier.take_in_if_idle()  # type: ignore[attr-defined]
         opened.chain.poll()
         assert tier.stats().retained == 0
+
+
+def test_a_full_disk_is_named(
+    stack: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvtier.core.retained.kept_file.write", full)
+    assert app.run(["pin", str(prompts), "-c", str(stack)]) == 1
+    where = stack.parent / "blocks" / ENGINE.id / "pinned.bin"
+    assert f"kvtier: {where}: No space left on device; free some" in capsys.readouterr().err
 
 
 @pytest.mark.slow

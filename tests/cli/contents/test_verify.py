@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes.cli_world import (
@@ -20,6 +22,9 @@ from support.processes.cli_world import (
 )
 
 from kvtier import Stack
+from kvtier.cli import app
+from kvtier.cli.commands.contents import verify
+from kvtier.cli.inspection import parallel
 from kvtier.config import load
 from kvtier.core.records.record import HEADER_BYTES, VERSION, record_bytes
 from kvtier.testing.records import NAMESPACE, make_keys
@@ -36,6 +41,42 @@ class TestVerify:
         assert report["ok"]
         assert report["counts"]["good"] == 16
         assert report["bytes"] == 16 * SLOT
+
+    def test_interrupted_it_says_what_it_has_found(
+        self,
+        filled: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        slab = one(tmp_path, "*.slab")
+        flip(slab, HEADER_BYTES)
+
+        def until_ctrl_c(*args: Any) -> Iterator[object]:
+            yield from parallel.bounded_map(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(verify, "bounded_map", until_ctrl_c)
+        assert app.run(["verify", "-c", str(filled), "--json"]) == 130
+        out, err = capsys.readouterr()
+        assert out == ""
+        bad, interrupted = err.splitlines()
+        assert bad == f"kvtier: {slab}:0: the payload fails its checksum"
+        said = "interrupted: 16 of 16 blocks were checked: 15 good, 1 bad"
+        assert interrupted == f"kvtier: {said}"
+
+    def test_a_list_that_is_cut_says_so(
+        self,
+        filled: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        for slot in range(3):
+            flip(one(tmp_path, "*.slab"), slot * SLOT + HEADER_BYTES)
+        monkeypatch.setattr(verify, "_SHOWN", 2)
+        assert app.run(["verify", "-c", str(filled)]) == 1
+        assert "... and 1 more that are bad: --json names all" in capsys.readouterr().out
 
     @every_kind
     @pytest.mark.parametrize("at", [0, 20, 50, 88, 128, HEADER_BYTES, HEADER_BYTES + 8191])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from support.processes.cli_world import KVTIER, every_kind, run
+from support.processes.cli_world import KVTIER, command, every_kind, run
 
 from kvtier.cli import app
 from kvtier.cli.measuring import tier_speeds as measure
@@ -124,7 +124,7 @@ def test_wrong_bytes_are_told(
 
     monkeypatch.setattr(measure, "_count", expect_others)
     assert app.run(["bench", "-c", str(stack_file), *SMALL]) == 1
-    assert "12 WRONG" in capsys.readouterr().out
+    assert "cpu: 12 blocks came back WRONG" in capsys.readouterr().out
 
 
 def test_a_tier_that_is_only_read_is_not_written(
@@ -208,21 +208,36 @@ class TestAStoreInUse:
         assert everything(tmp_path / "store") == kept
 
 
-def test_interrupted_while_a_store_is_down_it_does_not_go_on(
-    stack_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though nothing can be removed there at the moment."""
+@pytest.fixture
+def store_down(stack_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stack whose third tier is a store that is down."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "nobody")
     down = 'url: "s3://bucket/kv", region: none, endpoint: "http://127.0.0.1:9"'
     stack_file.write_text(f"{stack_file.read_text()}  - {{kind: object, capacity: 1GiB, {down}}}\n")
+    return stack_file
+
+
+def test_why_a_tier_has_no_figures_leaves_the_table_one(store_down: Path) -> None:
+    done = command("bench", "-c", store_down, *SMALL, columns=80)
+    assert done.code == 1
+    header, _, *rows = done.out.splitlines()[1:6]
+    assert header.split() == ["tier", "store", "load", "one", "block", "worst", "hits"]
+    assert [row.split()[0] for row in rows] == ["cpu", "nvme", "object"]
+    assert "object: nothing listens at http://127.0.0.1:9" in done.out
+
+
+def test_interrupted_while_a_store_is_down_it_does_not_go_on(
+    store_down: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing can be removed there at the moment."""
     begun: list[str] = []
 
     def interrupt(stack: Stack, *_: object) -> None:
         begun.append(stack.chain.tiers[1].medium)
         raise KeyboardInterrupt
 
-    config = load(stack_file)
+    config = load(store_down)
     monkeypatch.setattr(measure, "_measure_lower", interrupt)
     with pytest.raises(KeyboardInterrupt):
         measure.measure(

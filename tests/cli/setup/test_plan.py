@@ -72,6 +72,13 @@ def test_the_arithmetic(model: Path, stack_file: Path) -> None:
     assert disk["first_token_s"] == pytest.approx(loaded + 232 / 100000)
 
 
+def test_a_tier_loads_no_more_of_a_prompt_than_it_holds(model: Path, stack_file: Path) -> None:
+    host = run(model, "-c", stack_file, *GIVEN, "--prefill", "1000")["model"]["tiers"][0]
+    assert host["tokens"] < 8192
+    loaded = host["tokens"] * TOKEN_BYTES / 8e9
+    assert host["first_token_s"] == pytest.approx(loaded + (8192 - host["tokens"]) / 1000)
+
+
 def test_break_even_moves_with_the_prefill(model: Path, stack_file: Path) -> None:
     def even(prefill: int) -> int | None:
         report = run(model, "-c", stack_file, *GIVEN, "--prefill", prefill)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -379,3 +381,23 @@ def test_a_worker_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     with pytest.raises(KVTierError, match="status -9"):
         list(spread(lambda task: os.kill(os.getpid(), 9), [1, 2], type(None)))
+
+
+# Ctrl-C while Python tidies up behind a fork, where an exception would be printed and lost.
+INTERRUPTED_FORK = """
+import os, signal
+from kvtier.observe.forked_workers import spread
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+os.sched_getaffinity = lambda pid: {0, 1}
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    list(spread(lambda task: task, [1, 2], int))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_interrupted_while_it_forks() -> None:
+    words = [sys.executable, "-c", INTERRUPTED_FORK]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

@@ -183,6 +183,8 @@ def map_socket_errors(address: Address, *, proxy: bool = False) -> Iterator[None
             raise TLSRefused(f"{address} refuses TLS: {error.reason}") from error
         raise Unavailable(f"the TLS connection to {address} broke: {error.reason}") from error
     except ConnectionRefusedError as error:
-        raise Unavailable(f"nothing listens at {address}: is the {what} up, and right?") from error
+        raise Unavailable(
+            f"nothing listens at {address}: the {what} is down, or elsewhere"
+        ) from error
     except OSError as error:
         raise Unavailable(f"the connection to {address} broke: {error.strerror}") from error

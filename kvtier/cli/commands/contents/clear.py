@@ -59,13 +59,20 @@ def clear(
     if json:
         console.print_json(done)
     else:
-        removed = [each for each in done if not each.kept]
-        size = human.size(sum(each.bytes for each in removed))
-        console.say(f"{sum(each.blocks for each in removed)} blocks ({size}) were removed")
+        _say_removed([each for each in done if not each.kept], [each for each, _ in found])
     kept = [each for each in done if each.kept]
     for each in kept:
         console.warn(each.kept)
     end_with_troubles(inspectors, failed=bool(kept))
+
+
+def _say_removed(removed: Sequence[Cleared], inspectors: Sequence[AnyInspector]) -> None:
+    """Also from which tiers: with --yes nobody was told that a store is emptied, too."""
+    size = human.size(sum(each.bytes for each in removed))
+    said = f"{sum(each.blocks for each in removed)} blocks ({size}) were removed"
+    emptied = {each.tier for each in removed if each.blocks}
+    tiers = ", ".join(_named(each) for each in inspectors if each.tier in emptied)
+    console.say(f"{said} from {tiers}" if tiers else said)
 
 
 def _named(inspector: AnyInspector) -> str:

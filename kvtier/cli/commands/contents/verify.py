@@ -83,7 +83,12 @@ def verify(
     total = sum(part.blocks for part in parts)
     wanted = total if sample is None else _sample_size(sample, total)
     sound = (block for block in blocks_of(inspectors, chosen) if not block.quarantined)
-    found = _prove(inspectors, _draw(sound, total, wanted), wanted)
+    found = Found({proof.value: 0 for proof in Proof})
+    try:
+        _prove(inspectors, _draw(sound, total, wanted), wanted, found)
+    except KeyboardInterrupt:
+        _say_interrupted(found, wanted)
+        raise
     found.counts["quarantined"] = sum(part.quarantined for part in parts)
     left: list[str] = []
     repaired = 0
@@ -111,8 +116,8 @@ def _draw(blocks: Iterable[Block], total: int, wanted: int) -> Iterator[Block]:
             return
 
 
-def _prove(inspectors: Inspectors, blocks: Iterable[Block], expected: int) -> Found:
-    found = Found({proof.value: 0 for proof in Proof})
+def _prove(inspectors: Inspectors, blocks: Iterable[Block], expected: int, found: Found) -> None:
+    """Check blocks, and add to what was found."""
     with (
         Provers(inspectors, known_namespaces(inspectors)) as provers,
         console.progress("checking", expected, "blocks") as bar,
@@ -126,7 +131,20 @@ def _prove(inspectors: Inspectors, blocks: Iterable[Block], expected: int) -> Fo
             elif proof is Proof.UNREAD:
                 found.unread.append((block, why))
             bar.advance(1, block.bytes)
-    return found
+
+
+def _say_interrupted(found: Found, wanted: int) -> None:
+    """What was found until then: hours may have gone into it."""
+    with contextlib.suppress(OSError):  # the terminal may have gone
+        for block, why in found.bad[:_SHOWN]:
+            console.warn(f"{block.where}: {why}")
+        checked = sum(found.counts.values())
+        console.warn(f"interrupted: {checked} of {wanted} blocks were checked: {_counted(found)}")
+
+
+def _counted(found: Found) -> str:
+    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items() if count)
+    return counts or "no blocks"
 
 
 def _repair(inspectors: Inspectors, found: Found, namespace: str) -> tuple[int, list[str]]:
@@ -178,8 +196,9 @@ def _report(
                 for b, why in found.bad[:_SHOWN]
             ]
             console.print_table(["tier", "key", "where", "why"], rows)
-        counts = ", ".join(f"{count} {name}" for name, count in found.counts.items() if count)
-        console.say(f"{human.size(found.bytes)} read: {counts or 'no blocks'}")
+        if len(found.bad) > _SHOWN:
+            console.say(f"... and {len(found.bad) - _SHOWN} more that are bad: --json names all")
+        console.say(f"{human.size(found.bytes)} read: {_counted(found)}")
         if repaired is not None:
             console.say(f"{repaired} bad blocks taken out of use")
         elif found.bad:

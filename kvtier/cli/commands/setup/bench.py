@@ -67,7 +67,7 @@ def bench(
 
 def _show(found: list[Measured], chunk: int, blocks: int, rounds: int) -> None:
     console.say(f"rounds: {rounds}, of {blocks} blocks of {human.size(chunk)}; medians")
-    columns = ["tier", "store", "load", "one block", "worst", "hits", "note"]
+    columns = ["tier", "store", "load", "one block", "worst", "hits"]
     rows = [
         [
             tier.tier,
@@ -76,13 +76,13 @@ def _show(found: list[Measured], chunk: int, blocks: int, rounds: int) -> None:
             human.duration(tier.block_s) if tier.hits else "-",
             human.duration(tier.block_worst_s) if tier.hits else "-",
             f"{tier.hits}/{tier.blocks}",
-            f"{tier.wrong} WRONG" if tier.wrong else tier.note,
         ]
         for tier in found
     ]
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    console.print_table(columns, rows, numbers=columns[1:6])
+    console.print_table(columns, rows, numbers=columns[1:])
+    for tier in found:  # below the table: a store's own words are too long for a column
+        if note := f"{tier.wrong} blocks came back WRONG" if tier.wrong else tier.note:
+            console.say_wrapped(f"{tier.tier}: {note}", 2)
 
 
 def _plot(found: list[Measured], chunk: int) -> str:

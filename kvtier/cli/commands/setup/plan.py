@@ -206,8 +206,8 @@ def _show(found: Expectation) -> None:
     if found.recompute_s is not None:
         console.say_wrapped(
             f"a prompt of {found.prompt_tokens} tokens takes "
-            f"{human.duration(found.recompute_s)} to compute; first token: its whole chunks loaded "
-            "from that tier, the rest computed"
+            f"{human.duration(found.recompute_s)} to compute; first token: as many of its whole "
+            "chunks as that tier holds are loaded, the rest is computed"
         )
     else:
         console.say_wrapped(
