@@ -165,7 +165,7 @@ def test_a_proxy_with_a_password(
 @pytest.mark.parametrize(
     ("url", "kind", "says"),
     [
-        ("http://127.0.0.1:1", errors.Unavailable, r"127\.0\.0\.1:1: is the proxy up"),
+        ("http://127.0.0.1:1", errors.Unavailable, r"127\.0\.0\.1:1: the proxy is down"),
         ("http://no.such.invalid:1", errors.ProxyRefused, "no.such.invalid .*: check the proxy"),
         (f"http://{'a' * 64}:1", errors.ProxyRefused, "is no host name: check the proxy"),
     ],
