@@ -26,7 +26,8 @@ def du(
     tier: options.TierOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Show how full each tier is, and what its slabs hold: "·" is free, "█" full, "x" quarantined.
+    """Show how full each tier is, and what its slabs hold: "·" is free, "░▒▓" partly full, "█"
+    full, "x" quarantined.
 
     Files count against a tier's capacity with their whole length, used or not. It reads from
     outside: a running engine does not notice. What could not be read is "unknown" (null in JSON),
