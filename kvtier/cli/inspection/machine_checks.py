@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ def check_rates(config: StackConfig) -> Iterator[Finding]:
     mine = (machine(), stack_of(config))
     known = [each for each in rates_in(folder) if (each.owner.machine, each.owner.stack) == mine]
     for kept in sorted(known, key=lambda each: -each.saved):
-        whose = f"{kept.owner.model} on {kept.owner.device}"
+        whose = f"{_model_as_text(kept.owner.model)} on {kept.owner.device}"
         yield Finding("rates", Level.OK, f"{whose}: {_as_text(kept)}")
     standing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not os.access(standing, os.W_OK | os.X_OK):
@@ -124,6 +125,12 @@ def check_rates(config: StackConfig) -> Iterator[Finding]:
             f"no right to write in {standing}: each start has to learn them anew",
             "name a folder in rates.path, or set XDG_STATE_HOME",
         )
+
+
+def _model_as_text(facts: str) -> str:
+    """A model's name and the type of its numbers, without what else tells it from others."""
+    name, *rest = re.split(r" [0-9a-f]{32} ", facts, maxsplit=1)
+    return " ".join([name, *(each.split(" ")[0].removeprefix("torch.") for each in rest)])
 
 
 def _as_text(kept: KeptRates) -> str:

@@ -75,7 +75,13 @@ def test_every_finding_that_matters_says_what_to_do(stack_file: Path) -> None:
 
 def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> None:
     config = load(stack_file)
-    facts = {"platform": "a card", "tensor_parallel": "2", "model": "a model", "dtype": "bfloat16"}
+    facts = {
+        "platform": "a card",
+        "tensor_parallel": "2",
+        "model": "a model",
+        "dtype": "torch.bf16",
+    }
+    facts |= {"model_config": "0123456789abcdef" * 2, "quantization": "None,None"}
     owner, folder = rate_owner(config, facts), tmp_path / "rates"
     rates = Rates({"nvme": KeptLink(0.0005, 0.5)}, KeptPrefill(0.025, 0.0, 8192))
     RatesFile(folder, owner).write(rates)
@@ -83,7 +89,7 @@ def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> 
     config = msgspec.structs.replace(config, rates=RateSettings(path=str(folder)))
     (finding,) = check_rates(config)
     assert (finding.area, finding.level) == ("rates", Level.OK)
-    for part in ("a model bfloat16 on a card tensor_parallel 2", "40,000 tokens/s", "500 us"):
+    for part in ("a model bf16 on a card tensor_parallel 2", "40,000 tokens/s", "500 us"):
         assert part in finding.what
     for other in ({"rates": RateSettings(keep=False)}, {"loads": Loads.ALWAYS}):
         assert not list(check_rates(msgspec.structs.replace(config, **other)))
