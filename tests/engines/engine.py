@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from engines.nursery import Child, nursery
+from engines.fork_server import Child, fork_server
 
 HOST = Path(__file__).with_name("hosts") / "host.py"
 HANGS_S = 600.0
@@ -82,10 +82,10 @@ class Engine:
         self._commands = os.fdopen(commands, "wb")
         with self.log.open("ab") as log:
             files = [read, log.fileno(), log.fileno()]
-            near = None if fresh else nursery(environment)
+            server = None if fresh else fork_server(environment)
             self.process: Child | subprocess.Popen[bytes]
-            if near is not None:
-                self.process = near.start(str(host), answers, files, environment)
+            if server is not None:
+                self.process = server.start(str(host), answers, files, environment)
             else:
                 self.process = subprocess.Popen(
                     [sys.executable, str(host), str(answers)],

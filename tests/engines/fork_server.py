@@ -1,10 +1,10 @@
 """A process that has imported vLLM, and forks engines: most of an engine's start is importing.
 
-    python nursery.py FD      # orders come from the socket FD, and answers go there
+    python fork_server.py FD      # orders come from the socket FD, and answers go there
 
 What it forks is as one that was started: a process of its own, with a session, an environment and
 a folder of its own, which dies of a kill as any other. It has only the seed of Python's hashes in
-common with its siblings; so there are two nurseries, and an engine and the next one never share it.
+common with its siblings; so there are two of these, and an engine and the next one never share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ORDER_BYTES_MAX = 1 << 20
 _SEEDS = 2
 
 
-class Nursery:
+class ForkServer:
     """The tests' end. Its engines die with the tests' process, since nobody tells them anything
     any more."""
 
@@ -65,7 +65,7 @@ class Nursery:
             socket.send_fds(self._socket, [json.dumps(order).encode()], list(files))
             answer = self._socket.recv(64)
         if not answer:
-            raise RuntimeError("the nursery of engines is gone")
+            raise RuntimeError("the process that forks engines is gone")
         return int(answer)
 
     def _close(self) -> None:
@@ -74,29 +74,29 @@ class Nursery:
 
 
 class Child:
-    """A process that a nursery has forked, as far as `subprocess.Popen` is needed."""
+    """A process that was forked, as far as `subprocess.Popen` is needed."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
-        self._nursery: Nursery | None = nursery
+        self._server: ForkServer | None = server
 
     def wait(self) -> None:
         """Return when it has ended."""
-        nursery, self._nursery = self._nursery, None
-        if nursery is not None:
-            nursery.reap(self.pid)
+        server, self._server = self._server, None
+        if server is not None:
+            server.reap(self.pid)
 
 
-_nurseries: list[Nursery] = []
+_servers: list[ForkServer] = []
 _turns = itertools.count()
 
 
-def nursery(environment: Mapping[str, str]) -> Nursery | None:
+def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
     """The one whose turn it is; None if it would not do."""
     turn = next(_turns) % _SEEDS
-    if turn == len(_nurseries):
-        _nurseries.append(Nursery(environment))
-    return _nurseries[turn] if _nurseries[turn].suits(environment) else None
+    if turn == len(_servers):
+        _servers.append(ForkServer(environment))
+    return _servers[turn] if _servers[turn].suits(environment) else None
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
