@@ -72,7 +72,7 @@ def _say_removed(removed: Sequence[Cleared], inspectors: Sequence[AnyInspector])
     said = f"{sum(each.blocks for each in removed)} blocks ({size}) were removed"
     emptied = {each.tier for each in removed if each.blocks}
     tiers = ", ".join(_named(each) for each in inspectors if each.tier in emptied)
-    console.say(f"{said} from {tiers}" if tiers else said)
+    console.say_wrapped(f"{said} from {tiers}" if tiers else said)
 
 
 def _named(inspector: AnyInspector) -> str:
