@@ -278,7 +278,7 @@ def test_clear_says_what_it_has_emptied_though_it_did_not_ask(
     in_a_folder: Path, tmp_path: Path
 ) -> None:
     fill(in_a_folder)
-    done = command("clear", "-c", in_a_folder, "--yes")
+    done = command("clear", "-c", in_a_folder, "--yes", columns=1000)
     store = f"2 object (file://{tmp_path}/store, which other servers may share)"
     assert done.out.endswith(f" were removed from 0 cpu, 1 nvme, {store}\n")
 
