@@ -15,9 +15,10 @@ VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell (echo $(VLLM_TESTS); cat pyproject.tom
 MODEL ?= $(VLLM_VENV)/models/small
 STACK ?= configs/laptop.yaml
 FLAGS ?=
-# How many processes share the tests: make check WORKERS=8. Those on engines are shared by file, since
-# a file's tests may ask one engine; an engine takes 2 GiB.
-WORKERS ?= 2
+# How many processes share the tests: make check WORKERS=8. A third of their time is waiting for disks
+# and for others. Those on engines are shared by file, since a file's tests may ask one engine; an
+# engine takes 2 GiB.
+WORKERS ?= 3
 ENGINE_WORKERS ?= 2
 SHARED  = -n $(WORKERS) --dist worksteal
 ENGINES = -n $(ENGINE_WORKERS) --dist loadfile --no-loadscope-reorder -m "vllm and not gpu" tests/vllm
