@@ -23,13 +23,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.report import Report
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.model import CostModel
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity, Persistence, TierSettings, WritePolicy
+from kvtier.chain.tier_chain import TierChain
+from kvtier.cost.model import CostModel
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
+from kvtier.interfaces.tier import Tier
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity, Persistence, TierSettings, WritePolicy
 from kvtier.types import BlockKey, Namespace, Outcome, Presence, block_key
 
 TOKENS, CHUNK = 100_000, 256

@@ -22,7 +22,7 @@ from campaign.scenarios.commands import COMMANDS
 from campaign.stacks import described, payloads
 from kvtier import Stack
 from kvtier.cli import app
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 _BLOCKS = 8
 

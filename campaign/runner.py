@@ -27,7 +27,7 @@ import msgspec
 
 from campaign.round import Finding, Result, Round, Scenario
 from kvtier import __version__
-from kvtier.core.system.disk import lock_within
+from kvtier.system.disk import lock_within
 
 _WRITE_S = 5.0
 _TELL_S = 60.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Stack
-from kvtier.core.records.record import record_bytes
-from kvtier.testing.records import NAMESPACE, payload
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import NAMESPACE, payload
 from kvtier.types import BlockKey
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

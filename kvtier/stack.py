@@ -21,18 +21,22 @@ from typing import Self
 
 import msgspec
 
+from kvtier.chain.isolated_tier import IsolatedTier
+from kvtier.chain.ledger import Ticket
+from kvtier.chain.tier_chain import TierChain
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
-from kvtier.config.rate_owner import rate_owner, rates_folder
-from kvtier.core.chain.in_flight import Ticket
-from kvtier.core.chain.isolated_tier import IsolatedTier
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.model import CostModel
-from kvtier.core.costs.rates_file import RateKeeper, RatesFile
-from kvtier.core.interfaces.backend import TierContext, backend, kinds
-from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.interfaces.mover import Mover
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import (
+from kvtier.config.loader import rate_owner, rates_folder
+from kvtier.cost.model import CostModel
+from kvtier.cost.saved_rates import RateKeeper, RatesFile
+from kvtier.errors import MediumInUse, NotOpen
+from kvtier.interfaces.backend import TierContext, backend, kinds
+from kvtier.interfaces.handler import Handler, HostHandler
+from kvtier.interfaces.mover import Mover
+from kvtier.interfaces.tier import Tier
+from kvtier.move.process import ProcessMover
+from kvtier.move.threads import ThreadMover
+from kvtier.observe.human import size
+from kvtier.record.record import (
     HEADER_BYTES,
     Buffer,
     Header,
@@ -41,11 +45,7 @@ from kvtier.core.records.record import (
     seal,
     verify_payload,
 )
-from kvtier.core.system.closing import close_all
-from kvtier.errors import MediumInUse, NotOpen
-from kvtier.move.process_mover import ProcessMover
-from kvtier.move.thread_mover import ThreadMover
-from kvtier.observe.human import size
+from kvtier.system.calls import close_all
 from kvtier.types import (
     GROUP_BYTES,
     KEY_BYTES_MAX,

@@ -17,19 +17,15 @@ from kvtier.backends.cpu.region import Region, least_capacity, plan_region
 from kvtier.backends.cpu.region_locks import SUFFIX, in_use
 from kvtier.backends.cpu.settings import CpuSettings
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
-from kvtier.core.eviction import create_policy, policy_class
-from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.records.record import HEADER_BYTES, record_bytes
-from kvtier.core.settings import (
-    ByteSize,
-    Persistence,
-    check_capacity,
-)
-from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, NotHere, NotWritable
+from kvtier.eviction import create_policy, policy_class
+from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.record.record import HEADER_BYTES, record_bytes
+from kvtier.settings import ByteSize, Persistence, check_capacity
+from kvtier.system.disk import Disk
 
 if TYPE_CHECKING:
-    from kvtier.core.inspection import Inspector, InspectorContext
+    from kvtier.inspect import Inspector, InspectorContext
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.backends.cpu.region_memory import Memory
-from kvtier.core.system import memory_limits
+from kvtier.system import memory as memory_limits
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.core.system.mounts import mounted
+from kvtier.system.disk import mounted
 
 _SWITCH = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 

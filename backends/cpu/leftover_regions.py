@@ -18,9 +18,7 @@ from kvtier.backends.cpu.region_locks import (
     owner_path,
     unlock,
 )
-from kvtier.core.slab.layout import (
-    FLAG_DISCARD,
-)
+from kvtier.core.slab.layout import FLAG_DISCARD
 from kvtier.errors import FormatError, MediumInUse, NewerFormat
 
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from kvtier.backends.cpu import sharing
 from kvtier.backends.cpu.region_locks import LOCK_TRY_S, OPEN_FLAGS
-from kvtier.core.records.record import ALIGN, Buffer, padded
 from kvtier.core.slab.layout import (
     ENTRY_BYTES,
     FLAG_DISCARD,
@@ -32,8 +31,9 @@ from kvtier.core.slab.layout import (
     read_entries,
 )
 from kvtier.core.slab.pieces import pinning_order
-from kvtier.core.system.disk import lock_within
 from kvtier.errors import FormatError, MediumError
+from kvtier.record.record import ALIGN, Buffer, padded
+from kvtier.system.disk import lock_within
 
 MAKING_SUFFIX = ".making"
 KEEP_AT = 136

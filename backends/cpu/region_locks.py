@@ -7,8 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvtier.core.system.disk import is_locked, lock_within
 from kvtier.errors import MediumInUse
+from kvtier.system.disk import is_locked, lock_within
 
 SUFFIX = ".region"
 LIST_SUFFIX = ".retained"

@@ -13,9 +13,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.core.records.record import Buffer
-from kvtier.core.system import numa
-from kvtier.core.system.populate import populate
+from kvtier.record.record import Buffer
+from kvtier.system import numa
+from kvtier.system.memory import populate
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.settings import Duration, Persistence, TierSettings
+from kvtier.settings import Duration, Persistence, TierSettings
 
 
 class CpuSettings(TierSettings, frozen=True, kw_only=True, tag="cpu"):

@@ -19,10 +19,13 @@ from kvtier.backends.nvme.housekeeping.read_only_keeper import (
 from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.spec import NvmeSpec
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.core.eviction import create_policy, policy_class
-from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import (
+from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.core.wear.token_bucket import BURST_S
+from kvtier.errors import ConfigError, NotWritable
+from kvtier.eviction import create_policy, policy_class
+from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.record.record import record_bytes
+from kvtier.settings import (
     ByteSize,
     Durability,
     Persistence,
@@ -30,13 +33,10 @@ from kvtier.core.settings import (
     check_capacity,
     standing_folder,
 )
-from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.core.system.disk import Disk
-from kvtier.core.wear.token_bucket import BURST_S
-from kvtier.errors import ConfigError, NotWritable
+from kvtier.system.disk import Disk
 
 if TYPE_CHECKING:
-    from kvtier.core.inspection import Inspector, InspectorContext
+    from kvtier.inspect import Inspector, InspectorContext
 
 _SMALL_FILES = 64 << 10
 """Room kept for the namespace's description and the like."""

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from kvtier.backends.nvme.open_slabs import OpenSlab, OpenSlabs
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
-from kvtier.core.interfaces.handler import Handler, own_spec
-from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk, read_all, write_all
 from kvtier.errors import FormatError
+from kvtier.interfaces.handler import Handler, own_spec
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.system.disk import Disk, read_all, write_all
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from kvtier.backends.nvme.folder.files import (
 )
 from kvtier.backends.nvme.folder.lock import has_name
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError
+from kvtier.system.disk import Disk
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvtier.core.settings import (
+from kvtier.settings import (
     ByteSize,
     Durability,
     Duration,

@@ -9,8 +9,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.slab.tier import SlabTier
+from kvtier.eviction import EvictionPolicy
 
 _IDLE_S = 5.0
 """A tier that was not called for so long may not be called again soon: its keeper applies updates

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey
 
 

@@ -18,12 +18,12 @@ from kvtier.backends.nvme.single_thread import serialized
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK, NvmeSpec
 from kvtier.backends.nvme.wear.metered_tier import MeteredTier
-from kvtier.core.chain.writes.cascade import AHEAD_BLOCKS_MAX
-from kvtier.core.eviction import EvictionPolicy
-from kvtier.core.interfaces.handler import own_spec
+from kvtier.chain.store import AHEAD_BLOCKS_MAX
 from kvtier.core.slab import layout
 from kvtier.core.slab.memory import give_back_memory
 from kvtier.core.slab.tier import SlabTier
+from kvtier.eviction import EvictionPolicy
+from kvtier.interfaces.handler import own_spec
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, Outcome, TierStats
 
 _AHEAD_BYTES = 1 << 30

@@ -17,15 +17,15 @@ from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy, policy_class
-from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.records.compression import Codec, codec_for
-from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import MediumError
+from kvtier.eviction import create_policy, policy_class
+from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.record.codec import Codec, codec_for
+from kvtier.settings import ByteSize, Capacity
 from kvtier.types import Namespace
 
 if TYPE_CHECKING:
-    from kvtier.core.inspection import Inspector, InspectorContext
+    from kvtier.inspect import Inspector, InspectorContext
 
 _log = logging.getLogger(__name__)
 

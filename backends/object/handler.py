@@ -11,10 +11,10 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError, StoreFull, TimedOut
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.interfaces.handler import Handler, own_spec
-from kvtier.core.records.compression import Codec, decode, encode
-from kvtier.core.records.record import HEADER_BYTES, Buffer, Header
 from kvtier.errors import FormatError
+from kvtier.interfaces.handler import Handler, own_spec
+from kvtier.record.codec import Codec, decode, encode
+from kvtier.record.record import HEADER_BYTES, Buffer, Header
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 _P = ParamSpec("_P")

@@ -12,7 +12,8 @@ from kvtier.backends.object.client.s3_settings import check_settings as check_bu
 from kvtier.backends.object.stores.errors import Misconfigured
 from kvtier.backends.object.stores.open_store import open_store, parse_url
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.settings import (
+from kvtier.errors import ConfigError, NotHere
+from kvtier.settings import (
     Duration,
     Threads,
     TierSettings,
@@ -20,8 +21,7 @@ from kvtier.core.settings import (
     check_capacity,
     standing_folder,
 )
-from kvtier.core.system.disk import Disk
-from kvtier.errors import ConfigError, NotHere
+from kvtier.system.disk import Disk
 
 _DURATIONS_MIN = {
     "refresh": Duration(0.01),

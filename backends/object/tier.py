@@ -16,9 +16,9 @@ from kvtier.backends.object.catalogue import ObjectCatalogue
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.object_names import ObjectKey
 from kvtier.backends.object.spec import ObjectSpec
-from kvtier.core.eviction import EvictionPolicy
-from kvtier.core.interfaces.handler import own_spec
-from kvtier.core.records.record import HEADER_BYTES
+from kvtier.eviction import EvictionPolicy
+from kvtier.interfaces.handler import own_spec
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Reservation, TierStats
 
 

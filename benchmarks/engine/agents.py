@@ -33,7 +33,7 @@ from benchmarks.eviction.agent_sessions import (
 )
 from benchmarks.eviction.hints import simulate_all
 from benchmarks.report import Report
-from kvtier.core.records.record import record_bytes
+from kvtier.record.record import record_bytes
 
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 ROUND_S = float(os.environ.get("ROUND_S", "150"))

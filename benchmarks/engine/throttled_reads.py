@@ -31,7 +31,7 @@ def throttle(folder: Path, bytes_a_second: float) -> None:
 
 def begin(bytes_a_second: float) -> None:
     """Let all reads of this process together be no faster."""
-    from kvtier.core.system.disk import Disk
+    from kvtier.system.disk import Disk
 
     read, rate = Disk.readv, Rate(bytes_a_second)
 

@@ -22,10 +22,9 @@ from rich.table import Table
 from benchmarks.eviction.belady import replay_belady
 from benchmarks.eviction.workloads import CAPACITIES, WORKLOADS
 from benchmarks.report import Report
-from kvtier.core.eviction import DEFAULT, UNKNOWN, EvictionPolicy, create_policy, policy_names
-from kvtier.core.eviction.traces.replay import block_keys, replay
-from kvtier.core.eviction.traces.trace import Request, read_trace
 from kvtier.errors import KVTierError
+from kvtier.eviction import DEFAULT, UNKNOWN, EvictionPolicy, create_policy, policy_names
+from kvtier.eviction.traces import Request, block_keys, read_trace, replay
 
 REFERENCES = ("lru", "s3fifo", "arc")
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

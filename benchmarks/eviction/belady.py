@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kvtier.core.eviction.traces.replay import Result
-from kvtier.core.eviction.traces.trace import Request
+from kvtier.eviction.traces import Request, Result
 
 
 def replay_belady(requests: Sequence[Request], capacity: int, count_from: int = 0) -> Result:

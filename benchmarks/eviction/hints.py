@@ -22,11 +22,10 @@ from benchmarks.eviction.agent_sessions import (
 )
 from benchmarks.eviction.belady import replay_belady
 from benchmarks.report import Report
-from kvtier.core.eviction import DEFAULT, UNKNOWN, create_policy
-from kvtier.core.eviction.traces.replay import replay
-from kvtier.core.eviction.traces.trace import Request
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.retained.retaining_policy import RetainingPolicy
+from kvtier.eviction import DEFAULT, UNKNOWN, create_policy
+from kvtier.eviction.traces import Request, replay
 from kvtier.types import BlockKey
 
 OTHERS = ("lru", "arc", "s3fifo")

@@ -22,12 +22,12 @@ from benchmarks.report import Report
 from kvtier.backends.nvme.backend import BACKEND
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear.write_ledger import NAME, read_entry
-from kvtier.core.eviction.traces.trace import read_trace
-from kvtier.core.interfaces.tier import TierContext
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import Admission, ByteSize, Capacity, WritePolicy, WriteRate
+from kvtier.eviction.traces import read_trace
+from kvtier.interfaces.tier import TierContext
 from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
-from kvtier.testing.records import make_keys, sealed
+from kvtier.record.record import record_bytes
+from kvtier.settings import Admission, ByteSize, Capacity, WritePolicy, WriteRate
+from kvtier.testing.subject import make_keys, sealed
 from kvtier.types import Namespace
 
 SHARES = (0.5, 0.25, 0.1)

@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab import layout as table
-from kvtier.device.copier import Job
-from kvtier.device.copy_plan import Blocks, cut
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, cut
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.cuda.cuda_device import Cuda, CudaRegistrar
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.device.cuda.device import Cuda, CudaRegistrar
+from kvtier.device.pinned import PinnedMemory
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import Buffer, record_bytes
 from kvtier.types import BlockKey, block_key
 
 LAYERS = 32

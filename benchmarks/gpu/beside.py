@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu.arena import LAYERS, LOAD, STORE, Arena, chunk_of, even_layout, seconds_of
 from benchmarks.report import Report
-from kvtier.device.copy_plan import Blocks
+from kvtier.device.copier import Blocks
 
 SIZE = 4 << 30
 SIDE = 8192

@@ -25,8 +25,7 @@ from benchmarks.gpu.kernels import steps_of_a_batch
 from benchmarks.gpu.parts import PART_SECONDS, answer_of, run_part
 from benchmarks.gpu.timeline import timeline
 from benchmarks.report import Report
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, PageRef
 
 TURN_BYTES = 4 << 30
 PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 10]

@@ -17,17 +17,16 @@ from kvtier.backends.cpu import BACKEND as CPU
 from kvtier.backends.cpu import CpuHandler, CpuSettings
 from kvtier.backends.nvme import BACKEND as NVME
 from kvtier.backends.nvme import NvmeSettings
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity, Gds
-from kvtier.device.copier import Job
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cuda.cuda_device import open_copier
+from kvtier.chain.tier_chain import TierChain
+from kvtier.device.copier import Blocks, Job
+from kvtier.device.cuda.device import open_copier
 from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
-from kvtier.move.thread_mover import ThreadMover
-from kvtier.testing.memory_folders import SHARED, make_memory_folder
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.mover import TransferKind
+from kvtier.move.threads import ThreadMover
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity, Gds
+from kvtier.testing.media import SHARED, make_memory_folder
 from kvtier.types import Namespace, block_key
 
 DISK_BYTES = 1 << 30

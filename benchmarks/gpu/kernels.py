@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.gpu.arena import chunk_of, even_layout, seconds_of
 from benchmarks.report import Report
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.cuda.cuda_device import Cuda
+from kvtier.device.cuda.device import Cuda
 
 PAGE = 16 << 10
 BYTES_MAX = 64 << 20

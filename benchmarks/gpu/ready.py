@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.slab.pieces import PIECE_BYTES
-from kvtier.core.system import populate as taking
-from kvtier.core.system.populate import GIB, address_of, populate
-from kvtier.device.cuda.cuda_device import CudaRegistrar
-from kvtier.device.idle_times import Steps
-from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.device.cuda.device import CudaRegistrar
+from kvtier.device.pinned import PinnedMemory
+from kvtier.device.queue import Steps
+from kvtier.system import memory as taking
+from kvtier.system.memory import GIB, address_of, populate
 
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 32 << 20

@@ -26,12 +26,12 @@ from kvtier.backends.nvme import NvmeTier
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.folder.slab_creation import create_slab
-from kvtier.core.chain.writes.catch_up import LOOKED_AT
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity
+from kvtier.chain.store import LOOKED_AT
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Namespace, Presence, block_key
 
 NAMESPACE = Namespace(facts={"model": "catalogue"}, group_bytes=(4096,))

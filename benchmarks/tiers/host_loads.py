@@ -19,10 +19,10 @@ from statistics import median
 
 from benchmarks.report import Report
 from benchmarks.tiers.pages import Pages
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.interfaces.handler import RegionHandler
-from kvtier.core.records import record as records
-from kvtier.core.settings import Capacity, Persistence
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.interfaces.handler import RegionHandler
+from kvtier.record import record as records
+from kvtier.settings import Capacity, Persistence
 from kvtier.types import Namespace, SlotSpec, block_key
 
 SIZES = {"128KiB": 128 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Report
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records import record as records
-from kvtier.core.settings import ByteSize, Capacity, Persistence
-from kvtier.move.process_mover import ProcessMover
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.interfaces.handler import Handler, HostHandler
+from kvtier.interfaces.mover import Mover, Transfer, TransferKind
+from kvtier.interfaces.tier import Tier
+from kvtier.move.process import ProcessMover
+from kvtier.move.threads import ThreadMover
+from kvtier.record import record as records
+from kvtier.settings import ByteSize, Capacity, Persistence
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec, block_key
 
 COUNT = 256

@@ -28,12 +28,12 @@ from benchmarks.report import Report
 from benchmarks.tiers.catalogue import measure_catalogue
 from benchmarks.tiers.pages import Pages
 from benchmarks.tiers.peers import BareSlab, VllmFiles, shared_memory
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.interfaces.handler import RegionHandler
-from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.records import record as records
-from kvtier.core.settings import ByteSize, Capacity, Persistence
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.interfaces.handler import RegionHandler
+from kvtier.interfaces.mover import Transfer, TransferKind
+from kvtier.move.threads import ThreadMover
+from kvtier.record import record as records
+from kvtier.settings import ByteSize, Capacity, Persistence
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec, block_key
 
 COUNT = 256

@@ -42,8 +42,8 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.core.records.record import HEADER_BYTES
+from kvtier.eviction import create_policy
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 SIZES = {"256 KiB": 256 << 10, "2 MiB": 2 << 20, "16 MiB": 16 << 20}

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtier.core.interfaces.handler import HostRegion
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import Buffer
-from kvtier.device.copier import Job
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import CpuCopier
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.cpu import CpuCopier
+from kvtier.interfaces.handler import HostRegion
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import Buffer
 from kvtier.types import BlockKey
 
 LAYERS, PER_CHUNK = 16, 16

@@ -46,11 +46,11 @@ from kvtier.cli.copying.selection import Choice, choose
 from kvtier.cli.copying.sink import open_sink, pieces_of
 from kvtier.cli.inspection.inspectors import inspector_of, look
 from kvtier.config import StackConfig, load
-from kvtier.core.inspection import Depth
-from kvtier.core.interfaces.handler import HostHandler
-from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.records.record import HEADER_BYTES, Buffer, Header, record_bytes, seal
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.inspect import Depth
+from kvtier.interfaces.handler import HostHandler
+from kvtier.interfaces.mover import Transfer, TransferKind
+from kvtier.move.threads import ThreadMover
+from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, seal
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, block_key
 
 KVTIER = Path(sys.executable).with_name("kvtier")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from campaign.damage.specimens import FOREIGN, NAMESPACE
-from kvtier.core.records.record import HEADER_BYTES
+from kvtier.record.record import HEADER_BYTES
 
 Record = memoryview
 Damage = Callable[[random.Random, Record, Sequence[bytes]], None]

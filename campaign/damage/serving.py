@@ -10,9 +10,9 @@ from kvtier import Stack
 from kvtier.backends.cpu import CpuSettings
 from kvtier.cli.copying.pack_files import PackReader
 from kvtier.config import MoverMode, MoverSettings, StackConfig
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity
-from kvtier.testing.records import blank, payload, prove
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity
+from kvtier.testing.subject import blank, payload, prove
 from kvtier.types import BlockKey
 
 HOST_BYTES = 2 * BLOCKS * (record_bytes(NAMESPACE.payload_bytes) + 64) + 12288

@@ -13,10 +13,9 @@ from support.object import object_subjects
 from support.tiers import subjects
 
 from kvtier.cli.copying.pack_files import PackWriter
-from kvtier.core.records.record import HEADER_BYTES, record_bytes
 from kvtier.core.slab import layout
-from kvtier.testing.records import make_keys, sealed
-from kvtier.testing.subject import Rig, Subject
+from kvtier.record.record import HEADER_BYTES, record_bytes
+from kvtier.testing.subject import Rig, Subject, make_keys, sealed
 from kvtier.types import BlockKey, Namespace
 
 Files = dict[str, bytes]

@@ -14,11 +14,11 @@ from kvtier.backends.object.client.listing import Page, name_from_key
 from kvtier.backends.object.client.status_errors import error_code, response_error
 from kvtier.backends.object.client.xml_rows import RowParser
 from kvtier.backends.object.stores.errors import StoreError
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.errors import MoverError
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.move import protocol
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome, SlotSpec
 
 _BODY_MAX = 1 << 16

@@ -10,9 +10,9 @@ from campaign.fuzz.media import resum
 from campaign.fuzz.targets import Target
 from kvtier.backends.nvme.wear.drive_counters import parse as parse_counters
 from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack
-from kvtier.core.costs import kept_rates
-from kvtier.core.costs.kept_rates import KeptLink, KeptPrefill, Owner, Rates
-from kvtier.core.costs.model import CostModel
+from kvtier.cost import rates as kept_rates
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import KeptLink, KeptPrefill, Owner, Rates
 
 _NOW = 1_700_000_000.0
 _RATE, _BURST = 1e6, 3.6e9

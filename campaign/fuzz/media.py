@@ -20,13 +20,13 @@ from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.object_names import manifest_prefix, uses_prefix
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli.copying.pack_files import PackReader
-from kvtier.core.records.compression import Codec, decode, encode
-from kvtier.core.records.record import Header, record_bytes, verify
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError
-from kvtier.testing.records import blank, make_keys, prove, sealed
+from kvtier.record.codec import Codec, decode, encode
+from kvtier.record.record import Header, record_bytes, verify
+from kvtier.testing.subject import blank, make_keys, prove, sealed
 from kvtier.types import Namespace
 
 _KEYS = make_keys(BLOCKS)

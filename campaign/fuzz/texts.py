@@ -8,10 +8,10 @@ import msgspec
 
 from campaign.fuzz.targets import Target
 from kvtier.config import load
-from kvtier.core.eviction.traces.trace import read_trace
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.eviction.traces import read_trace
 from kvtier.observe.kv_shape import read_shape
-from kvtier.vllm.scheduler.hint_actions import Action, Understanding
+from kvtier.vllm.hints import Action, Understanding
 from kvtier.vllm.serving.prompts import read_prompts
 
 _STACK = b"""version: 1

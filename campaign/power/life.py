@@ -11,7 +11,7 @@ from support.object import object_subjects
 from support.tiers import subjects
 
 from kvtier.backends.nvme import NvmeSettings
-from kvtier.core.settings import Durability
+from kvtier.settings import Durability
 from kvtier.testing.crash_processes import Moment, Writer
 from kvtier.testing.subject import Subject
 

@@ -13,7 +13,7 @@ from campaign.stacks import described, payloads, wrong_in
 from kvtier import Stack
 from kvtier.cli import app
 from kvtier.cli.copying.pack_files import PackReader
-from kvtier.testing.records import NAMESPACE, blank, make_keys, prove
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove
 from kvtier.types import BlockKey
 
 _BLOCKS = 96

@@ -13,7 +13,7 @@ from campaign.damage.specimens import NAMESPACE, SPECIMENS, PackSpecimen, Place,
 from campaign.round import Round, Scenario
 from kvtier.cli.copying.pack_files import PackReader
 from kvtier.errors import FormatError, MediumError
-from kvtier.testing.records import blank, prove
+from kvtier.testing.subject import blank, prove
 from kvtier.types import BlockKey, Outcome
 
 _PASSES = 1600

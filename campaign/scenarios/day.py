@@ -16,9 +16,8 @@ from campaign.growth import judge
 from campaign.round import Round, Scenario
 from campaign.stacks import described, idle, payloads, wrong_in
 from kvtier import Stack
-from kvtier.move.process_mover import ProcessMover
-from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.testing.subject import failures
+from kvtier.move.process import ProcessMover
+from kvtier.testing.subject import NAMESPACE, failures, make_keys
 from kvtier.types import BlockKey, Outcome, Presence
 
 _REQUESTS = 24000

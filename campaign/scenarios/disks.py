@@ -14,7 +14,7 @@ from campaign.round import Round, Scenario
 from campaign.stacks import SLOT, described, idle, payloads, wrong_in
 from kvtier import Stack
 from kvtier.errors import ConfigErrors, MediumError
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 _BLOCKS = 64
 _SPELLS = 6

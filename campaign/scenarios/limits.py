@@ -16,7 +16,7 @@ from campaign.round import Round, Scenario
 from campaign.stacks import described, idle, payloads, wrong_in
 from kvtier import Stack
 from kvtier.errors import KVTierError
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 _BLOCKS = 64
 _SPELLS = 10

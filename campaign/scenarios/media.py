@@ -14,9 +14,8 @@ from support.tiers import subjects
 from campaign.round import Round, Scenario
 from kvtier.errors import MediumError
 from kvtier.testing import faults
-from kvtier.testing.fault_suite import SURVIVABLE
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig, failures
+from kvtier.testing.faults import SURVIVABLE
+from kvtier.testing.subject import Rig, failures, make_keys
 from kvtier.types import Outcome
 
 _BLOCKS = 8

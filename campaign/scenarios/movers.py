@@ -13,8 +13,8 @@ from campaign.children import Child, Say
 from campaign.round import Round, Scenario
 from campaign.stacks import described, idle, payloads, wrong_in
 from kvtier import Stack
-from kvtier.move.process_mover import ProcessMover
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.move.process import ProcessMover
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
 _LIVES = 12

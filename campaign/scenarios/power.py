@@ -15,8 +15,7 @@ from campaign.power.recording import Loss, Recording
 from campaign.round import Round, Scenario
 from kvtier.testing.crash_campaign import Books
 from kvtier.testing.crash_processes import BLOCKS
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig
+from kvtier.testing.subject import Rig, make_keys
 
 _CRASHES = 60
 _SOURCE = Path(campaign.power.__file__).with_name("recorder.c")

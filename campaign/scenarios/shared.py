@@ -19,7 +19,7 @@ from campaign.round import Round, Scenario
 from campaign.stacks import SLOT, described, payloads, wrong_in
 from kvtier import Stack
 from kvtier.cli import app
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 _ENGINES = 8
 _SECONDS = 12.0

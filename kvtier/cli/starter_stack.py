@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvtier.backends.object.stores.errors import WrongEndpoint
 from kvtier.backends.object.stores.open_store import parse_url
-from kvtier.core.settings import ByteSize
-from kvtier.core.system.disk import Disk
-from kvtier.core.system.memory_limits import memory_given
+from kvtier.settings import ByteSize
+from kvtier.system.disk import Disk
+from kvtier.system.memory import memory_given
 
 _SHARED_MEMORY = Path("/dev/shm")
 _GIB = 1 << 30

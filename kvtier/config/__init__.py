@@ -1,7 +1,7 @@
 """The configuration: a stack file, or nested dicts, becomes a `StackConfig`.
 
 All mistakes are reported in one go, each with its line, its place and a remedy. What a single tier
-can be told is in `kvtier.core.settings` and in its backend.
+can be told is in `kvtier.settings` and in its backend.
 
 - `stack_config`: the types that a stack file is decoded into.
 - `loader`: `load`, the way in; it checks the tiers against this machine and against each other.

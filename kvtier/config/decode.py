@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from kvtier.config.document import Document, at
-from kvtier.core.settings.values import dec_hook
+from kvtier.settings import dec_hook
 
 T = TypeVar("T", bound=msgspec.Struct)
 Reader = Callable[[object, str], object]

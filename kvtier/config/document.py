@@ -1,19 +1,15 @@
-"""A configuration document: plain values, their places, and the problems found in them.
-
-It is read from YAML text or from nested dicts. Values of the environment never appear in messages
-about it, nor when it is printed: the variable is named.
-"""
+"""YAML text as plain values with their places, and the problems found in them."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from kvtier.config.environment import SHORT, Substituted, redact, substitute
-from kvtier.config.yaml_positions import DEPTH_MAX, compose, line_of, read_text, value_of
 from kvtier.errors import ConfigError, ConfigErrors
 
 NODES_MAX = 20_000
@@ -175,3 +171,186 @@ def at(place: str, key: str | int) -> str:
 
 def _is_within(place: str, outer: str) -> bool:
     return place.startswith(outer) and place[len(outer) : len(outer) + 1] in ("", ".", "[")
+
+
+# YAML text as nodes that know their line and column, with the scalars of YAML 1.2.
+#
+# There `no` is a text, `010` is ten and dates are texts.
+
+FILE_BYTES_MAX = 1 << 16
+DEPTH_MAX = 32
+
+_NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+_SCALARS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "null": (r"~|null|Null|NULL|", lambda text: None),
+    "bool": (
+        r"true|True|TRUE|false|False|FALSE",
+        lambda text: {"true": True, "false": False}[text.lower()],
+    ),
+    "int": (
+        r"[-+]?[0-9]{1,40}|0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}",
+        lambda text: int(text, 0) if text[:2] in ("0x", "0o") else int(text),
+    ),
+    "float": (
+        rf"{_NUMBER}|[-+]?\.inf|\.nan",
+        lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan")),
+    ),
+    "str": (r"(?s:.*)", str),
+}
+"""For each kind of scalar, what is one if it has neither quotes nor a tag, and how it is read."""
+_TAG = "tag:yaml.org,2002:"
+_TAGS = {_TAG + kind for kind in (*_SCALARS, "seq", "map")}
+
+
+def read_text(path: Path) -> str:
+    """The text of a stack file; raises ConfigErrors if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            _refuse(path, f"has more than {FILE_BYTES_MAX} bytes", "a stack file is a short text")
+        return data.decode("utf-8-sig")
+    except FileNotFoundError:
+        remedy = "name one that exists, or write one: kvtier config init"
+        _refuse(path, "there is no such file", remedy)
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}", "name a YAML file that you may read")
+    except UnicodeDecodeError as error:
+        _refuse(path, f"byte {error.start} is not UTF-8", "save the file as UTF-8 text")
+
+
+def compose(text: str, name: str) -> yaml.Node:
+    """The root node of a text; raises ConfigErrors, with the line, if it is no YAML."""
+    line, remedy = name, "correct it there"
+    try:
+        root: yaml.Node | None = _Composer(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        problem = str(error.problem)
+        if problem.startswith("but"):  # as of a second document
+            problem = f"{error.context}, {problem}"
+        elif problem.startswith("expected <block end>"):
+            problem = "this line is not indented as those that it belongs to"
+        elif isinstance(error, _TooDeep):
+            remedy = "write the values out"
+        if error.problem_mark is not None:
+            line = line_of(name, error.problem_mark)
+    except yaml.reader.ReaderError as error:
+        *lines, last = text[: error.position].split("\n")
+        line = f"{name}:{len(lines) + 1}:{len(last) + 1}"
+        problem = f"the character {text[error.position]!r} cannot stand there"
+        remedy = "save the file as plain UTF-8 text"
+    except RecursionError:
+        problem, remedy = "nested too deep", "write the values out"
+    else:
+        if root is None:
+            _refuse(name or "$", "is empty", "write one: kvtier config init")
+        return root
+    raise ConfigErrors([ConfigError("$", f"not YAML: {problem}", remedy, line)])
+
+
+def line_of(name: str, mark: yaml.Mark) -> str:
+    """Where something stands in a file, as editors count lines and columns."""
+    return f"{name}:{mark.line + 1}:{mark.column + 1}"
+
+
+def value_of(node: yaml.Node) -> object:
+    """What a node holds: a dict of nodes, a list of nodes, or a plain value.
+
+    Raises ValueError, with what is wrong and what to do, if that is nothing of these.
+    """
+    if node.tag not in _TAGS:
+        raise ValueError(f"the tag {node.tag!r} is not for stack files", "remove it")
+    if isinstance(node, yaml.MappingNode):
+        found = dict(node.value)
+        if len(found) < len(node.value):  # an alias of a key is the same node
+            raise ValueError("a key stands twice", "keep one of them")
+        return found
+    if isinstance(node, yaml.SequenceNode):
+        return node.value
+    kind = node.tag.removeprefix(_TAG)
+    try:
+        return _SCALARS[kind][1](node.value)
+    except (KeyError, ValueError):
+        raise ValueError(f"{node.value!r} is no YAML {kind}", "remove the tag") from None
+
+
+class _TooDeep(yaml.MarkedYAMLError):
+    """More brackets are open than a stack can have."""
+
+
+class _Composer(yaml.SafeLoader):
+    """With the scalars of YAML 1.2, and no more open brackets than a document may have: with each
+    token the scanner looks through all of them."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= DEPTH_MAX:
+            mark = self.get_mark()
+            raise _TooDeep(None, None, "nested too deep", mark)
+        super().fetch_flow_collection_start(token)
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and implicit[0]:  # neither quoted nor tagged
+            found = (tag for tag, (form, _) in _SCALARS.items() if re.fullmatch(form, value))
+            return _TAG + next(found)
+        return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+
+
+def _refuse(place: Path | str, problem: str, remedy: str) -> NoReturn:
+    raise ConfigErrors([ConfigError(str(place), problem, remedy)]) from None
+
+
+# Values of the environment in the texts of a document, and how messages name them.
+#
+# `${NAME}` is the environment's value of NAME, `${NAME:-default}` has a default for when it is
+# unset or empty, and `$${` stands for a plain `${`.
+
+SHORT = 4
+"""A shorter value is hidden only in messages about its own text: it may be part of any word."""
+
+_PLACEHOLDER = re.compile(r"\$?\$\{([^}]*)(\}?)")
+_INSIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-((?:(?!\$\{).)*))?", re.DOTALL)
+
+
+class Substituted(NamedTuple):
+    """A text with the environment's values put in."""
+
+    text: str
+    written: str
+    """As it stands in the document."""
+    values: dict[str, str]
+    """What was put in, by the names of variables."""
+
+
+def redact(message: str, values: Mapping[str, str]) -> str:
+    """Name the variables in a message in place of their values."""
+    for name, value in sorted(values.items(), key=lambda item: -len(item[1])):
+        # As it is, and as `repr` writes it alone or beside a quotation mark.
+        for form in (value, repr(value)[1:-1], repr('"' + value)[2:-1]):
+            message = message.replace(form, f"${{{name}}}")
+    return message
+
+
+def substitute(text: str, report: Callable[[str, str], None]) -> Substituted:
+    """Put the environment's values into a text; `report` hears of problems, and of a remedy."""
+    values: dict[str, str] = {}
+
+    def replace(match: re.Match[str]) -> str:
+        if match.group().startswith("$$"):
+            return match.group()[1:]
+        inside = _INSIDE.fullmatch(match.group(1))
+        if inside is None or not match.group(2):
+            remedy = 'write "${NAME}" or "${NAME:-default}", and "$${" for a plain "${"'
+            report(f"{match.group()!r} names no variable", remedy)
+            return ""
+        name, default = inside.groups()
+        value = os.environ.get(name, "")
+        if value:
+            values[name] = value
+        elif default is not None:
+            return str(default)
+        elif name not in os.environ:
+            remedy = f'set it, or give a default: "${{{name}:-default}}"'
+            report(f"the environment has no variable {name}", remedy)
+        return value
+
+    return Substituted(_PLACEHOLDER.sub(replace, text), text, values)

@@ -8,15 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvtier.core.settings import (
-    Count,
-    Duration,
-    Gds,
-    PrefetchSettings,
-    RetainSettings,
-    TierSettings,
-)
 from kvtier.errors import ConfigError
+from kvtier.settings import Count, Duration, Gds, PrefetchSettings, RetainSettings, TierSettings
 
 VERSION = 1
 TIERS_MAX = 8

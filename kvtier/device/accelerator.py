@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvtier.device.copy_plan import Copies, Ints
-from kvtier.device.layout import DeviceLayout
+from kvtier.device.copier import Copies, DeviceLayout, Ints
 
 ERRORS = (
     AttributeError,

@@ -1,4 +1,4 @@
-"""What a device copier is asked and answers, and the proofs that its bytes are the right ones."""
+"""What a copier is asked and answers, the engine's tensors in numbers, and which bytes go where."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import (
+from kvtier.core.slab import layout as table
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import (
     HEADER_BYTES,
     Buffer,
     Header,
@@ -23,9 +25,6 @@ from kvtier.core.records.record import (
     stated_sum,
     verify_header,
 )
-from kvtier.core.slab import layout as table
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.layout import DeviceLayout
 from kvtier.types import KEY_BYTES_MAX, BlockKey, FilePlace, Outcome
 
 
@@ -265,3 +264,241 @@ class Prover:
 def _key(entry: bytes) -> bytes:
     at = table.ENTRY_BYTES - KEY_BYTES_MAX
     return entry[at : at + entry[1]]
+
+
+# Which bytes go where: pure, vectorised planning of copies between device and records.
+
+Ints = npt.NDArray[np.int64]
+
+
+class Blocks(NamedTuple):
+    """Device blocks of a job: per group `sizes[g]` block numbers, the first of which is block
+    `starts[g]` of its request. Chunks are counted from the request's first block."""
+
+    ids: Ints
+    sizes: Sequence[int]
+    starts: Sequence[int]
+
+
+class Pieces(NamedTuple):
+    """A job cut at chunk borders, one row a record, in the order of the job's keys.
+
+    Row `i` is blocks `skip[i] : skip[i] + length[i]` of a chunk of group `group[i]`; their block
+    numbers begin at `at[i]` in the job's ids.
+    """
+
+    group: Ints
+    skip: Ints
+    length: Ints
+    at: Ints
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+class Copies(NamedTuple):
+    """Contiguous copies, in the order of records; those of record `i` are
+    `starts[i] : starts[i + 1]`. Addresses wrap like pointers do."""
+
+    device: Ints
+    host: Ints
+    sizes: Ints
+    starts: Ints
+
+
+def cut(layout: DeviceLayout, blocks: Blocks) -> Pieces:
+    """Cut a job into the pieces of its records; raises ValueError on blocks that cannot be."""
+    ids, sizes, starts = blocks
+    if len(sizes) != len(layout.groups) or len(starts) != len(sizes) or sum(sizes) != len(ids):
+        raise ValueError("a job names blocks and a start for every group")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < layout.blocks:
+        raise ValueError(f"block numbers lie between 0 and {layout.blocks - 1}")
+    per_chunk = layout.blocks_per_chunk
+    columns: list[Ints] = []
+    at = 0
+    for group, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        if not size:
+            continue
+        first = start % per_chunk
+        edges = np.arange(-(-(first + size) // per_chunk) + 1, dtype=np.int64) * per_chunk - first
+        low, high = np.maximum(edges[:-1], 0), np.minimum(edges[1:], size)
+        columns.append(np.stack([np.full_like(low, group), low - edges[:-1], high - low, low + at]))
+        at += size
+    return Pieces(*np.concatenate(columns, axis=1)) if columns else Pieces(*_EMPTY)
+
+
+def describe(layout: DeviceLayout, blocks: Blocks, pieces: Pieces, records: Ints) -> Copies:
+    """The copies of pieces whose records lie at these addresses, neighbours merged."""
+    columns = []
+    for group in np.unique(pieces.group).tolist():
+        rows = np.flatnonzero(pieces.group == group)
+        length = pieces.length[rows]
+        within = _ramp(length)
+        ids = blocks.ids[np.repeat(pieces.at[rows], length) + within]
+        place = np.repeat(pieces.skip[rows], length) + within
+        owner = np.repeat(rows, length)
+        refs = layout.groups[group]
+        size = np.array([ref.page_bytes for ref in refs])[:, None]
+        base = np.array([layout.tensors[ref.tensor].base for ref in refs])[:, None]
+        stride = np.array([layout.tensors[ref.tensor].stride for ref in refs])[:, None]
+        part = records[owner] + (HEADER_BYTES + layout.part * layout.part_bytes[group])
+        device = base + stride * ids
+        host = part + np.array(layout.ref_at[group])[:, None] + size * place
+        every = np.broadcast_arrays(device, host, size, owner)
+        columns.append([column.ravel() for column in every])
+    if not columns:
+        return Copies(_NONE, _NONE, _NONE, np.zeros(len(pieces) + 1, np.int64))
+    device, host, size, owner = (np.concatenate(each) for each in zip(*columns, strict=True))
+    return _merge(device, host, size, owner, len(pieces))
+
+
+def _merge(device: Ints, host: Ints, sizes: Ints, owner: Ints, records: int) -> Copies:
+    """Order copies by record, and join those that continue each other on both sides."""
+    order = np.argsort(owner, kind="stable")
+    device, host, sizes, owner = device[order], host[order], sizes[order], owner[order]
+    apart = (
+        (device[1:] != device[:-1] + sizes[:-1])
+        | (host[1:] != host[:-1] + sizes[:-1])
+        | (owner[1:] != owner[:-1])
+    )
+    first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    starts = np.searchsorted(owner[first], np.arange(records + 1))
+    return Copies(device[first], host[first], np.add.reduceat(sizes, first), starts)
+
+
+def _ramp(counts: Ints) -> Ints:
+    """0..counts[0]-1, 0..counts[1]-1, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1], dtype=np.int64) - np.repeat(ends - counts, counts)
+
+
+_NONE = np.zeros(0, np.int64)
+_EMPTY = np.zeros((4, 0), np.int64)
+
+
+# An engine's KV tensors in plain numbers, and where their pages go in a record.
+#
+# A group's chunk is `blocks_per_chunk` consecutive blocks of it. One rank's part of a record
+# holds, for every page reference of the group in order, that reference's pages of all the chunk's
+# blocks: so what lies together on the device lies together in the record, and neighbouring blocks
+# are one copy.
+
+
+class DeviceTensor(msgspec.Struct, frozen=True):
+    """Pages of one tensor: block `b` begins at `base + b * stride`."""
+
+    base: int
+    """An address, or an offset where a test has no addresses."""
+    blocks: int
+    stride: int
+    page_bytes: int
+    """A page with its padding; at most `stride`."""
+
+
+class PageRef(msgspec.Struct, frozen=True):
+    """What a group uses of each page of a tensor: its first `page_bytes` bytes."""
+
+    tensor: int
+    page_bytes: int
+
+
+class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
+    """Tensors, cache groups and chunks of one rank.
+
+    `parts` ranks write one part of each record each; this one writes part `part`.
+    """
+
+    tensors: tuple[DeviceTensor, ...]
+    groups: tuple[tuple[PageRef, ...], ...]
+    blocks_per_chunk: int = 1
+    part: int = 0
+    parts: int = 1
+    group_ids: tuple[int, ...] = ()
+    """The index that keys of each group carry; the group's position if none are given."""
+
+    def __post_init__(self) -> None:
+        if self.blocks_per_chunk < 1 or not 0 <= self.part < self.parts:
+            raise ValueError("blocks_per_chunk is at least 1, and part one of parts")
+        if not self.groups or not all(self.groups):
+            raise ValueError("every group must use at least one page")
+        if self.group_ids and len(self.group_ids) != len(self.groups):
+            raise ValueError("group_ids names every group, or none")
+        for tensor in self.tensors:
+            if not 0 < tensor.page_bytes <= tensor.stride or tensor.blocks < 1:
+                raise ValueError(f"pages overlap in {tensor}")
+        for ref in (ref for group in self.groups for ref in group):
+            if not 0 <= ref.tensor < len(self.tensors):
+                raise ValueError(f"{ref} names no tensor")
+            if not 0 < ref.page_bytes <= self.tensors[ref.tensor].page_bytes:
+                raise ValueError(f"{ref} is larger than the page it uses")
+
+    @classmethod
+    def of_caches(
+        cls,
+        caches: Any,
+        blocks_per_chunk: int,
+        part: int = 0,
+        parts: int = 1,
+        group_ids: Sequence[int] = (),
+    ) -> Self:
+        """Describe canonical KV caches: anything with vLLM's `tensors` and `group_data_refs`."""
+        tensors = []
+        for entry in caches.tensors:
+            tensor = entry.tensor
+            size = tensor.element_size()
+            stride = tensor.stride(0) * size
+            tensors.append(
+                DeviceTensor(tensor.data_ptr(), tensor.shape[0], stride, entry.page_size_bytes)
+            )
+        groups = tuple(
+            tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in group)
+            for group in caches.group_data_refs
+        )
+        return cls(tuple(tensors), groups, blocks_per_chunk, part, parts, tuple(group_ids))
+
+    @cached_property
+    def key_groups(self) -> tuple[int, ...]:
+        """The index that keys of each group carry."""
+        return self.group_ids or tuple(range(len(self.groups)))
+
+    @cached_property
+    def blocks(self) -> int:
+        """Block numbers are below this in every tensor."""
+        return min(tensor.blocks for tensor in self.tensors)
+
+    @cached_property
+    def part_bytes(self) -> tuple[int, ...]:
+        """The size of this rank's part of a record, by group."""
+        return tuple(
+            self.blocks_per_chunk * sum(ref.page_bytes for ref in group) for group in self.groups
+        )
+
+    @cached_property
+    def ref_at(self) -> tuple[tuple[int, ...], ...]:
+        """Where each reference's pages begin in the part, by group."""
+        offsets = []
+        for group in self.groups:
+            at, starts = 0, []
+            for ref in group:
+                starts.append(at)
+                at += self.blocks_per_chunk * ref.page_bytes
+            offsets.append(tuple(starts))
+        return tuple(offsets)
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """The payload of a whole record by group: what the namespace has to state."""
+        return tuple(size * self.parts for size in self.part_bytes)
+
+    def widened(self, group_bytes: Sequence[int]) -> Self:
+        """This layout with records as long as they are for a rank that holds more layers.
+
+        The last reference of a group stands in it as often as that takes: its pages are copied out,
+        and back, more than once. Where no number of them does, the layout stays another one.
+        """
+        groups = []
+        for refs, stated in zip(self.groups, group_bytes, strict=True):
+            page = stated // (self.parts * self.blocks_per_chunk)
+            missing = page - sum(ref.page_bytes for ref in refs)
+            groups.append(refs + refs[-1:] * max(0, missing // refs[-1].page_bytes))
+        return msgspec.structs.replace(self, groups=tuple(groups))

@@ -1,10 +1,4 @@
-"""Kernels for the processor itself, which copy a record's part and take its checksum in one pass.
-
-Neither numpy nor the C library writes past the caches below a hundred megabytes: so each byte that
-they copy is also read where it is to go, and a checksum is one more pass. These kernels do neither.
-They are built when an engine starts, by the LLVM that comes with vLLM (numba's), in 0.1 s, and
-tried before any block is trusted to them. Without it numpy and xxhash do the work.
-"""
+"""Copies with a checksum in one pass, built for this processor."""
 
 from __future__ import annotations
 
@@ -13,23 +7,17 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.records.record import (
-    PIECE_BYTES,
-    TAIL_BYTES,
-    Buffer,
-    part_sum,
-    pieces_of,
-    sum_of,
-)
 from kvtier.device.accelerator import ERRORS
-from kvtier.device.host_kernel_code import STRIPE, code
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.load_proofs import Parts
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.proofs import Parts
+from kvtier.device.xxh3_constants import END_AT, LAST_AT, SCRAMBLE_AT, SECRET, START
+from kvtier.record.record import PIECE_BYTES, TAIL_BYTES, Buffer, part_sum, pieces_of, sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -237,3 +225,264 @@ def _aligned(size: int) -> Bytes:
     room = np.zeros(size + STRIPE, np.uint8)
     first = -int(room.ctypes.data) % STRIPE
     return room[first : first + size]
+
+
+# The code of the kernels that copy between pages and a record's part, in LLVM's language.
+#
+# A stripe is 64 bytes. Each is read once, written past the processor's caches, and added to the
+# xxh3 checksum of its piece of the part; the sums of the pieces are written one behind the other.
+#
+# void store(void *part, int64 *bases, int64 *strides, int64 *stripes, int64 references, int64
+# *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
+#
+# A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative
+# block is not copied: its stripes are only added up.
+#
+# void load(int64 records, void **parts, uint64 *stated, int64 proved_first, ...)
+#
+# A load takes many records, with so many blocks and one sum each, and otherwise the same. It
+# copies nothing more once a sum is not the stated one: the rest is only added up. If they are to
+# be proved first, each is added up before it is copied, and copied only if it is right; that is
+# for parts that stay in a processor's cache meanwhile. Parts of several pieces have several sums,
+# and nobody states those: they are loaded one by one.
+
+STRIPE = 64
+_PRIME = 0x9E3779B1
+
+
+def code(load: str, store: str) -> str:
+    """A module of two functions with these names."""
+    secret = ", ".join(f"i8 {byte}" for byte in SECRET)
+    return "\n".join(
+        [
+            f"@secret = private constant [{len(SECRET)} x i8] [{secret}]",
+            _function(f"internal void @{load}_one", "%host", "%page", _FETCH),
+            _function(f"void @{store}", "%page", "%host"),
+            dedent(_HOST_KERNEL_CODE_LOAD).format(name=load),
+            "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+            "!0 = !{i32 1}",
+        ]
+    )
+
+
+def _function(name: str, source: str, target: str, fetch: str = "") -> str:
+    head = f"""
+        define {name}(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                      ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
+        """
+    return "\n".join(map(dedent, [head, _WALK, _stripe(source, target, fetch), _FINISH, _NEXT]))
+
+
+def _vector(values: Sequence[int]) -> str:
+    return "<" + ", ".join(f"i64 {_signed(value)}" for value in values) + ">"
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+_WALK = f"""
+    entry:
+      %piece_at = alloca i64
+      %rest_at = alloca i64
+      %sum_at = alloca ptr
+      %one = icmp ult i64 %total, {(PIECE_BYTES + TAIL_BYTES) // STRIPE}
+      %first = select i1 %one, i64 %total, i64 {PIECE_BYTES // STRIPE}
+      store i64 %first, ptr %piece_at
+      store i64 %total, ptr %rest_at
+      store ptr %sums, ptr %sum_at
+      br label %next_page
+    next_page:
+      %reference = phi i64 [ 0, %entry ], [ %reference_next, %page_end ]
+      %place = phi i64 [ 0, %entry ], [ %place_next, %page_end ]
+      %host_first = phi ptr [ %part, %entry ], [ %host_next, %page_end ]
+      %sum_first = phi <8 x i64> [ {_vector(START)}, %entry ], [ %sum_next, %page_end ]
+      %step_first = phi i64 [ 0, %entry ], [ %step_next, %page_end ]
+      %left_first = phi i64 [ %first, %entry ], [ %left_next, %page_end ]
+      %base_at = getelementptr i64, ptr %bases, i64 %reference
+      %base = load i64, ptr %base_at
+      %stride_at = getelementptr i64, ptr %strides, i64 %reference
+      %stride = load i64, ptr %stride_at
+      %count_at = getelementptr i64, ptr %stripes, i64 %reference
+      %count = load i64, ptr %count_at
+      %block_at = getelementptr i64, ptr %blocks, i64 %place
+      %block = load i64, ptr %block_at
+      %copied = icmp sge i64 %block, 0
+      %offset = mul i64 %block, %stride
+      %address = add i64 %base, %offset
+      %page_first = inttoptr i64 %address to ptr
+      br label %stripe
+    """
+
+
+_AHEAD = 4096
+"""So far ahead of what is added up is fetched: the processor itself does not look beyond a page of
+its memory. What lies behind the last part is not read by that."""
+_FETCH = f"""
+      %far = getelementptr i8, ptr %host, i64 {_AHEAD}
+      call void @llvm.prefetch.p0(ptr %far, i32 0, i32 2, i32 1)"""
+
+
+def _stripe(source: str, target: str, fetch: str) -> str:
+    return f"""
+    stripe:
+      %host = phi ptr [ %host_first, %next_page ], [ %host_next, %next ]
+      %page = phi ptr [ %page_first, %next_page ], [ %page_next, %next ]
+      %todo = phi i64 [ %count, %next_page ], [ %todo_next, %next ]
+      %sum = phi <8 x i64> [ %sum_first, %next_page ], [ %sum_next, %next ]
+      %step = phi i64 [ %step_first, %next_page ], [ %step_next, %next ]
+      %left = phi i64 [ %left_first, %next_page ], [ %left_next, %next ]
+      {fetch}
+      %value = load <8 x i64>, ptr {source}, align 1
+      br i1 %copied, label %copy, label %add
+    copy:
+      store <8 x i64> %value, ptr {target}, align {STRIPE}, !nontemporal !0
+      br label %add
+    add:
+      %last = icmp eq i64 %left, 1
+      %along = shl i64 %step, 3
+      %secret_from = select i1 %last, i64 {LAST_AT}, i64 %along
+      %key_at = getelementptr i8, ptr @secret, i64 %secret_from
+      %key = load <8 x i64>, ptr %key_at, align 1
+      %keyed = xor <8 x i64> %value, %key
+      %low = and <8 x i64> %keyed, {_vector([0xFFFFFFFF] * 8)}
+      %high = lshr <8 x i64> %keyed, {_vector([32] * 8)}
+      %product = mul <8 x i64> %low, %high
+      %swapped = shufflevector <8 x i64> %value, <8 x i64> poison, {_SWAP}
+      %sum_swapped = add <8 x i64> %sum, %swapped
+      %sum_added = add <8 x i64> %sum_swapped, %product
+      %step_added = add i64 %step, 1
+      %left_added = sub i64 %left, 1
+      br i1 %last, label %finish, label %more
+    more:
+      %full = icmp eq i64 %step_added, 16
+      br i1 %full, label %scramble, label %next
+    scramble:
+      %scramble_at = getelementptr i8, ptr @secret, i64 {SCRAMBLE_AT}
+      %scramble_key = load <8 x i64>, ptr %scramble_at, align 1
+      %top = lshr <8 x i64> %sum_added, {_vector([47] * 8)}
+      %folded = xor <8 x i64> %sum_added, %top
+      %locked = xor <8 x i64> %folded, %scramble_key
+      %scrambled = mul <8 x i64> %locked, {_vector([_PRIME] * 8)}
+      br label %next
+    """
+
+
+_SWAP = "<8 x i32> <i32 1, i32 0, i32 3, i32 2, i32 5, i32 4, i32 7, i32 6>"
+
+
+def _pair(index: int) -> str:
+    return f"""
+      %even{index} = extractelement <8 x i64> %ended, i32 {2 * index}
+      %odd{index} = extractelement <8 x i64> %ended, i32 {2 * index + 1}
+      %even_wide{index} = zext i64 %even{index} to i128
+      %odd_wide{index} = zext i64 %odd{index} to i128
+      %wide{index} = mul i128 %even_wide{index}, %odd_wide{index}
+      %upper{index} = lshr i128 %wide{index}, 64
+      %both{index} = xor i128 %wide{index}, %upper{index}
+      %narrow{index} = trunc i128 %both{index} to i64
+      %digest{index + 1} = add i64 %digest{index}, %narrow{index}"""
+
+
+_FINISH = f"""
+    finish:
+      %end_at = getelementptr i8, ptr @secret, i64 {END_AT}
+      %end_key = load <8 x i64>, ptr %end_at, align 1
+      %ended = xor <8 x i64> %sum_added, %end_key
+      %piece = load i64, ptr %piece_at
+      %piece_bytes = mul i64 %piece, {STRIPE}
+      %digest0 = mul i64 %piece_bytes, {_signed(START[1])}
+      {"".join(map(_pair, range(4)))}
+      %shifted = lshr i64 %digest4, 37
+      %mixed = xor i64 %digest4, %shifted
+      %spread = mul i64 %mixed, {0x165667919E3779F9}
+      %spread_top = lshr i64 %spread, 32
+      %digest = xor i64 %spread, %spread_top
+      %to = load ptr, ptr %sum_at
+      store i64 %digest, ptr %to
+      %to_next = getelementptr i64, ptr %to, i64 1
+      store ptr %to_next, ptr %sum_at
+      %rest = load i64, ptr %rest_at
+      %rest_next = sub i64 %rest, %piece
+      store i64 %rest_next, ptr %rest_at
+      %final = icmp ult i64 %rest_next, {(PIECE_BYTES + TAIL_BYTES) // STRIPE}
+      %piece_next = select i1 %final, i64 %rest_next, i64 {PIECE_BYTES // STRIPE}
+      store i64 %piece_next, ptr %piece_at
+      br label %next
+    """
+# What was written past the caches is there for others before the function returns.
+_NEXT = f"""
+    next:
+      %sum_next = phi <8 x i64> [ %sum_added, %more ], [ %scrambled, %scramble ],
+                                [ {_vector(START)}, %finish ]
+      %step_next = phi i64 [ %step_added, %more ], [ 0, %scramble ], [ 0, %finish ]
+      %left_next = phi i64 [ %left_added, %more ], [ %left_added, %scramble ],
+                           [ %piece_next, %finish ]
+      %host_next = getelementptr i8, ptr %host, i64 {STRIPE}
+      %page_next = getelementptr i8, ptr %page, i64 {STRIPE}
+      %todo_next = sub i64 %todo, 1
+      %page_done = icmp eq i64 %todo_next, 0
+      br i1 %page_done, label %page_end, label %stripe
+    page_end:
+      %place_added = add i64 %place, 1
+      %chunk_done = icmp eq i64 %place_added, %per_chunk
+      %place_next = select i1 %chunk_done, i64 0, i64 %place_added
+      %reference_added = add i64 %reference, 1
+      %reference_next = select i1 %chunk_done, i64 %reference_added, i64 %reference
+      %done = icmp eq i64 %reference_next, %references
+      br i1 %done, label %end, label %next_page
+    end:
+      fence seq_cst
+      ret void
+    }}
+    """
+_HOST_KERNEL_CODE_LOAD = """
+    define void @{name}(i64 %records, ptr %parts, ptr %stated, i64 %proved_first,
+                        ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                        ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
+    entry:
+      %whole = alloca i64
+      store i64 %total, ptr %whole
+      %nowhere = alloca i64
+      store i64 -1, ptr %nowhere
+      %in_one_pass = icmp eq i64 %proved_first, 0
+      %in_two = xor i1 %in_one_pass, true
+      br label %record
+    record:
+      %index = phi i64 [ 0, %entry ], [ %index_next, %next ]
+      %all_right = phi i1 [ true, %entry ], [ %still_right, %next ]
+      %part_at = getelementptr ptr, ptr %parts, i64 %index
+      %part = load ptr, ptr %part_at
+      %sum_at = getelementptr i64, ptr %sums, i64 %index
+      %place = mul i64 %index, %per_chunk
+      %ids = getelementptr i64, ptr %blocks, i64 %place
+      %at_once = and i1 %all_right, %in_one_pass
+      br i1 %at_once, label %copy_and_add, label %add
+    copy_and_add:
+      call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                            ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)
+      br label %compare
+    add:
+      call void @{name}_one(ptr %part, ptr %nowhere, ptr %nowhere, ptr %whole, i64 1,
+                            ptr %nowhere, i64 1, i64 %total, ptr %sum_at)
+      br label %compare
+    compare:
+      %stated_at = getelementptr i64, ptr %stated, i64 %index
+      %expected = load i64, ptr %stated_at
+      %found = load i64, ptr %sum_at
+      %right = icmp eq i64 %found, %expected
+      %still_right = and i1 %all_right, %right
+      %proved = and i1 %still_right, %in_two
+      br i1 %proved, label %copy, label %next
+    copy:
+      call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                            ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)
+      br label %next
+    next:
+      %index_next = add i64 %index, 1
+      %done = icmp eq i64 %index_next, %records
+      br i1 %done, label %end, label %record
+    end:
+      ret void
+    }}
+    """

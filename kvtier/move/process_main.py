@@ -19,10 +19,10 @@ import threading
 
 import msgspec
 
-from kvtier.core.interfaces.backend import backend
-from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.interfaces.mover import TransferKind
 from kvtier.errors import KVTierError, MoverError
+from kvtier.interfaces.backend import backend
+from kvtier.interfaces.handler import Handler, HostHandler
+from kvtier.interfaces.mover import TransferKind
 from kvtier.move.protocol import (
     Cancel,
     Ended,
@@ -36,7 +36,7 @@ from kvtier.move.protocol import (
     frame,
     requests,
 )
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.move.threads import ThreadMover
 from kvtier.types import LoadStoreSpec
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,10 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
-from kvtier.core.settings import TierSettings
-from kvtier.core.settings.values import dec_hook, enc_hook
 from kvtier.errors import MoverError
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.settings import TierSettings, dec_hook, enc_hook
 from kvtier.types import BlockKey, LoadStoreSpec
 
 FRAME_BYTES_MAX = 64 << 20

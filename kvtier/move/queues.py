@@ -1,13 +1,13 @@
-"""Who does what next: transfers cut into batches, and the queue in front of each handler."""
+"""['kvtier/move/queues.py', 'kvtier/move/queues.py']"""
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import OrderedDict, deque
 
-from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.records.record import Buffer
-from kvtier.move.staging_buffers import StagingPool
+from kvtier.interfaces.mover import Transfer, TransferKind
+from kvtier.record.record import Buffer
 from kvtier.types import Outcome
 
 
@@ -233,3 +233,37 @@ class Lane:
         if job.transfer.prefetch:
             return self._prefetches
         return (self._staged if job.staged else self._direct)[job.transfer.kind]
+
+
+# Aligned buffers for records on their way between two media, neither of which is host memory.
+
+STAGING_BYTES = 64 << 20
+
+
+class StagingPool:
+    """A fixed number of record buffers, aligned to a page. Not locked: its mover's lock guards it.
+
+    The memory is taken from the system only when a buffer is first written to.
+    """
+
+    def __init__(self, record_bytes: int, room: int = STAGING_BYTES) -> None:
+        self.count = max(2, room // record_bytes)
+        region = memoryview(mmap.mmap(-1, self.count * record_bytes))
+        self._free: list[Buffer] = [
+            region[index * record_bytes : (index + 1) * record_bytes] for index in range(self.count)
+        ]
+
+    @property
+    def free(self) -> int:
+        """How many buffers can be taken now."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[Buffer]:
+        """Buffers of one batch; the caller has looked at `free`."""
+        taken = self._free[-count:]
+        del self._free[-count:]
+        return taken
+
+    def give(self, buffers: list[Buffer]) -> None:
+        """Return what `take` gave."""
+        self._free.extend(buffers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.amounts import duration, scaled, size
+from kvtier.amounts import duration, scaled, size
 
 __all__ = ["bar", "count", "duration", "rate", "share", "size"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from kvtier.core.system.disk import read_bounded
 from kvtier.errors import ConfigError
+from kvtier.system.disk import read_bounded
 
 _DTYPE_BYTES = {
     "float32": 4,

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.core.chain.writes.write_links import TOUCHES_KEPT, Touches
-from kvtier.core.eviction import UNKNOWN, EvictionPolicy, create_policy
-from kvtier.core.eviction.traces.trace import Request
-from kvtier.core.settings import Admission, WritePolicy
+from kvtier.chain.store import TOUCHES_KEPT, Touches
 from kvtier.core.wear.dynamic_admission import SPREAD_S, DynamicAdmission
 from kvtier.core.wear.token_bucket import BURST_S, TokenBucket
+from kvtier.eviction import UNKNOWN, EvictionPolicy, create_policy
+from kvtier.eviction.traces import Request
 from kvtier.observe.forked_workers import spread
+from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey
 
 

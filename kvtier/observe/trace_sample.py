@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from kvtier.core.eviction.traces.trace import Request
+from kvtier.eviction.traces import Request
 
 _COMMON_SHARE = 100
 """A block that more than one request in so many asks for joins no requests together."""

@@ -25,10 +25,9 @@ from typing import Any
 import msgspec
 
 import kvtier.core
-from kvtier.core.interfaces.backend import Backend
+from kvtier.interfaces.backend import Backend
 from kvtier.testing.faults import Call, Fault, FaultyDisk, die
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig, Subject, failures
+from kvtier.testing.subject import Rig, Subject, failures, make_keys
 from kvtier.types import BlockKey, EventKind, Outcome
 
 BLOCKS = 16

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtier.core.interfaces.backend import TierContext, backend
-from kvtier.core.settings import TierSettings
+from kvtier.interfaces.backend import TierContext, backend
 from kvtier.move.protocol import TierOpening
-from kvtier.testing.records import blank, prove
+from kvtier.settings import TierSettings
+from kvtier.testing.subject import blank, prove
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 

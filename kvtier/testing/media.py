@@ -1,10 +1,4 @@
-"""Two small media for proving movers: files of record slots that a test can hold, break and watch.
-
-They work the same in one process and across two. Beside each file of slots lies a board, a mapped
-file with a few bytes for each slot: what the test wants to happen there, what happened. A slot that
-is held makes its handler wait for a file lock, which the test owns until `release`; every call of a
-handler writes one line to a pipe, which the test reads with `next_call`.
-"""
+"""Small media that the suites use, in folders that do not outlive their makers."""
 
 from __future__ import annotations
 
@@ -13,16 +7,19 @@ import enum
 import fcntl
 import mmap
 import os
+import re
 import select
+import shutil
 import threading
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import Buffer, record_bytes
-from kvtier.core.settings import TierSettings
+from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.interfaces.handler import Handler, HostHandler
+from kvtier.interfaces.tier import Tier
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.settings import TierSettings
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 SLOTS_MAX = 1024
@@ -287,3 +284,38 @@ def install(folder: Path) -> None:
         "test-host = kvtier.testing.media:HOST\n"
         "test-file = kvtier.testing.media:FILE\n"
     )
+
+
+# Folders in shared memory for tests and benchmarks, which do not outlive them for long.
+#
+# A process that is killed removes nothing. Shared memory that nobody uses slows down all of the
+# machine, so each folder names its owner, and whoever makes the next one removes those whose owner
+# is gone.
+
+SHARED = Path("/dev/shm")
+_NAME = re.compile(r"kvtier-(?:test|bench)-(\d+)-[0-9a-f]+")
+
+
+def make_memory_folder(kind: str = "test", parent: Path = SHARED) -> Path:
+    """A new folder of this process; the caller removes it. `kind` is "test" or "bench"."""
+    remove_ownerless(parent)
+    folder = parent / f"kvtier-{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def remove_ownerless(parent: Path = SHARED) -> None:
+    """Remove the folders whose owner has ended."""
+    for path in parent.iterdir():
+        named = _NAME.fullmatch(path.name)
+        if named is not None and not _alive(int(named[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(PermissionError):  # another user's
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True

@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.backends.memory import MemoryStore, MemoryTier
-from kvtier.core.records.record import record_bytes
 from kvtier.errors import NotResident
-from kvtier.testing.contract_parts.medium import follow
-from kvtier.testing.records import NAMESPACE
-from kvtier.testing.subject import Rig, Subject, failures
+from kvtier.record.record import record_bytes
+from kvtier.testing.contract_medium import follow
+from kvtier.testing.memory import MemoryStore, MemoryTier
+from kvtier.testing.subject import NAMESPACE, Rig, Subject, failures
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation, block_key
 
 BLOCKS = 5

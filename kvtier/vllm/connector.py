@@ -15,10 +15,12 @@ from typing import Any
 import vllm
 
 from kvtier.config import StackConfig
-from kvtier.core.settings import Persistence
+from kvtier.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import unsupported_modes
+from kvtier.vllm import metrics, unsupported_modes
+from kvtier.vllm import requests as prefill_handoff
 from kvtier.vllm.engine_settings import SPEC, settle
+from kvtier.vllm.events import DescribedEvents
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import (
     cache_groups,
@@ -39,11 +41,7 @@ from kvtier.vllm.hooks.idle_requests import IdleRequests
 from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler import metrics, prefill_handoff
-from kvtier.vllm.scheduler.block_events import DescribedEvents
-from kvtier.vllm.settings import (
-    unread,
-)
+from kvtier.vllm.settings import unread
 
 logger = logging.getLogger(__name__)
 

@@ -16,28 +16,28 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtier import config as stack_config
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.costs.model import CostModel
-from kvtier.core.interfaces.backend import backend
-from kvtier.core.interfaces.handler import RegionHandler
-from kvtier.core.system import numa
-from kvtier.device.idle_times import Steps
+from kvtier.chain.hits import Shape
+from kvtier.cost.model import CostModel
+from kvtier.device.queue import Steps
 from kvtier.errors import ConfigError
+from kvtier.interfaces.backend import backend
+from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
+from kvtier.system import numa
 from kvtier.types import BlockKey
+from kvtier.vllm.engine_load import prompt_tokens
+from kvtier.vllm.events import events_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.failure_tolerant_worker import ErrandSpec
 from kvtier.vllm.hooks.request_states import positions
 from kvtier.vllm.identity.weight_fingerprints import Adapters
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
-from kvtier.vllm.scheduler.block_events import events_of
-from kvtier.vllm.scheduler.manager import ChainManager
-from kvtier.vllm.scheduler.metrics import Meter, definitions
-from kvtier.vllm.scheduler.prefill_pace import prompt_tokens
 from kvtier.vllm.settings import read_engine, read_namespace, read_stack
-from kvtier.vllm.worker.rank_worker import Ended, RankWorker, blocks_of
+from kvtier.vllm.worker import Ended, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
 

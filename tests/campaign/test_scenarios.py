@@ -14,7 +14,7 @@ from campaign.growth import slope
 from campaign.power.recording import Kind, Loss, Op, Recording
 from campaign.round import Round
 from campaign.scenarios import SCENARIOS, damage
-from kvtier.core.records import record
+from kvtier.record import record
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler here")

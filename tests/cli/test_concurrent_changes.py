@@ -17,12 +17,12 @@ from kvtier.backends.nvme.inspection.offline_locks import has_owner_now
 from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.inspection import Garbage, Proof
-from kvtier.core.inspection.measuring import BENCH_MARK, holding
 from kvtier.core.slab import layout, slab_files
 from kvtier.core.slab.slab_files import SlabBlock
 from kvtier.errors import MediumInUse
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.inspect import Garbage, Proof
+from kvtier.inspect.measuring import BENCH_MARK, holding
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 
 
 class TestAnEngineCameMeanwhile:

@@ -18,7 +18,7 @@ from support.processes.cli_world import Done, Hold, command, every_kind, fill, s
 
 from kvtier.cli import app
 from kvtier.core.slab import layout
-from kvtier.testing.records import NAMESPACE
+from kvtier.testing.subject import NAMESPACE
 
 pytestmark = pytest.mark.slow
 

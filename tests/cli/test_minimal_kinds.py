@@ -10,11 +10,11 @@ import pytest
 from support.processes.cli_world import flip, install_example, served
 
 from kvtier.cli import app
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 # Two kinds of the example's medium, whose inspectors can do less.
 PACKAGE = """
-from kvtier.core.inspection import Inspector
+from kvtier.inspect import Inspector
 from kvtier_folder import FolderBackend, FolderSettings
 from kvtier_folder.inspector import FolderInspector
 class Listed(FolderSettings, frozen=True, kw_only=True, tag="listed"):

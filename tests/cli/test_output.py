@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.processes.cli_world import KVTIER, command
 
-from kvtier.testing.records import NAMESPACE
+from kvtier.testing.subject import NAMESPACE
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from kvtier.backends.object.housekeeping.use_counts import Uses
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.cli import app
 from kvtier.cli.copying.pack_files import PackWriter
-from kvtier.core.records.record import record_bytes
 from kvtier.core.slab.layout import TABLE_AT
-from kvtier.testing.records import NAMESPACE
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import NAMESPACE
 from kvtier.types import BlockKey
 
 pytestmark = pytest.mark.slow

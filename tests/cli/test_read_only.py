@@ -20,8 +20,8 @@ from kvtier import Stack
 from kvtier.cli import app
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.inspection.media_files import Locked, locked_files
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.inspect.contents import Locked, locked_files
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Presence
 
 pytestmark = pytest.mark.slow
@@ -242,7 +242,7 @@ SERVES = """
 import sys
 from pathlib import Path
 from kvtier import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 if __name__ == "__main__":
     wanted = {key: payload(key) for key in make_keys(int(sys.argv[2]))}
     with Stack.open(Path(sys.argv[1]), NAMESPACE, serving=True) as stack:

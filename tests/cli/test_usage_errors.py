@@ -11,7 +11,7 @@ import pytest
 from support.processes.cli_world import KVTIER, command
 
 from kvtier.cli import app
-from kvtier.testing.records import NAMESPACE
+from kvtier.testing.subject import NAMESPACE
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ from hypothesis import settings
 from support.tiers.chains import ScriptedMover
 from support.tiers.subjects import MemorySubject
 
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.settings import TierSettings
-from kvtier.core.system.disk import Disk
-from kvtier.testing.contract_parts.catalogue import CatalogueContract
+from kvtier.chain.tier_chain import TierChain
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.tier import Tier
+from kvtier.settings import TierSettings
+from kvtier.system.disk import Disk
+from kvtier.testing.contract import CatalogueContract
 from kvtier.testing.stateful import SETTINGS, tier_machine
 
 

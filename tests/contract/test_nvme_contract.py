@@ -2,10 +2,8 @@
 
 from support.tiers.subjects import NVME, SLABS
 
-from kvtier.testing.contract import TierContract
-from kvtier.testing.contract_parts.pins import BLOCKS, STILL_OR_NO_LONGER_THERE
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig
+from kvtier.testing.contract import BLOCKS, STILL_OR_NO_LONGER_THERE, TierContract
+from kvtier.testing.subject import Rig, make_keys
 
 
 class TestNvme(TierContract):

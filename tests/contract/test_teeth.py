@@ -13,19 +13,17 @@ import pytest
 from hypothesis import Phase, settings
 from support.tiers.subjects import MemorySubject
 
-from kvtier.backends.memory import MemoryHandler, MemoryStore, MemoryTier
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.record import HEADER_BYTES, Buffer
-from kvtier.core.settings import TierSettings
-from kvtier.core.system.disk import Disk
-from kvtier.testing.contract import TierContract
-from kvtier.testing.contract_parts import moves
-from kvtier.testing.contract_parts.catalogue import CatalogueContract
+from kvtier.interfaces.backend import TierContext
+from kvtier.record.record import HEADER_BYTES, Buffer
+from kvtier.settings import TierSettings
+from kvtier.system.disk import Disk
+from kvtier.testing import contract_medium as moves
+from kvtier.testing.contract import CatalogueContract, TierContract
 from kvtier.testing.crash_campaign import Books, Broken
 from kvtier.testing.crash_processes import Finding
-from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
+from kvtier.testing.memory import MemoryHandler, MemoryStore, MemoryTier
 from kvtier.testing.stateful import SETTINGS, tier_machine
-from kvtier.testing.subject import Rig
+from kvtier.testing.subject import NAMESPACE, Rig, blank, make_keys, prove, sealed
 from kvtier.types import (
     BlockKey,
     LoadStoreSpec,

@@ -15,16 +15,24 @@ from support.device.fake_device import FakeDevice
 
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, verify
 from kvtier.core.slab import layout as table
-from kvtier.core.system.disk import Disk
-from kvtier.device import cpu_copier
-from kvtier.device.copier import DeviceCopier, Host, Job, JobResult
-from kvtier.device.copy_plan import Blocks, cut
-from kvtier.device.cpu_copier import CpuCopier
+from kvtier.device import cpu as cpu_copier
+from kvtier.device.copier import (
+    Blocks,
+    DeviceCopier,
+    DeviceLayout,
+    DeviceTensor,
+    Host,
+    Job,
+    JobResult,
+    PageRef,
+    cut,
+)
+from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import HEADER_BYTES, Header, record_bytes, verify
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
 
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.device.device_worlds import World, jobs, pages, worlds
 
-from kvtier.device.copy_plan import Blocks, cut, describe
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, PageRef, cut, describe
 
 FAR = 1 << 40
 """Records lie so far apart in these tests that an address names record and offset."""

@@ -10,15 +10,13 @@ import numpy.typing as npt
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import HEADER_BYTES
 from kvtier.core.slab import layout as table
-from kvtier.device import cpu_copier
-from kvtier.device.copier import Job, Prover
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import CpuCopier, host_arrays
-from kvtier.device.job_queue import JobQueue
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device import cpu as cpu_copier
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, Prover
+from kvtier.device.cpu import CpuCopier, host_arrays
+from kvtier.device.queue import JobQueue
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import Outcome
 
 PAGE = 4096

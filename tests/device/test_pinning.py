@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.device import pinned_memory as pinned
-from kvtier.device.idle_times import SHARE, Steps
-from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.device import pinned as pinned
+from kvtier.device.pinned import PinnedMemory
+from kvtier.device.queue import SHARE, Steps
 
 SLOT, SLOTS, PIECE = 4096, 64, 4
 STEP_S = 0.005

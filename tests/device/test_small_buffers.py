@@ -13,19 +13,14 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice, FakeStage
 from support.processes.clocks import Clock
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import HEADER_BYTES
 from kvtier.core.slab import layout as table
 from kvtier.device.accelerator import Stage
-from kvtier.device.copier import Job, Prover
-from kvtier.device.copy_plan import Blocks
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, Prover
 from kvtier.device.cuda.copier import CudaCopier, _Pipe
 from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, StagedPath
-from kvtier.device.idle_times import Steps
-from kvtier.device.job_batches import Batch
-from kvtier.device.job_queue import JobQueue
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.store_pace import StorePace
+from kvtier.device.queue import Batch, JobQueue, Steps, StorePace
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import FilePlace, Outcome
 
 PAGE, ROWS = 512, 8

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.device.idle_times import Steps
-from kvtier.device.store_pace import StorePace
+from kvtier.device.queue import Steps, StorePace
 
 STEP_S, STORE_S, TICK_S = 0.006, 0.0013, 0.0001
 

@@ -8,8 +8,7 @@ from support.tiers.subjects import CPU
 
 from kvtier.errors import MediumError
 from kvtier.testing.faults import Fault, FaultyDisk, seeded
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig
+from kvtier.testing.subject import Rig, make_keys
 
 BLOCKS = 6
 AT_OPEN = (Fault.EIO, Fault.ENOSPC, Fault.LATENCY)

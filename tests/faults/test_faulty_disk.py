@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.records.record import ALIGN
+from kvtier.record.record import ALIGN
 from kvtier.testing.faults import SECTOR, Call, Fault, FaultyDisk, scripted, seeded
 
 OLD, NEW = b"o" * 4 * ALIGN, b"n" * 4 * ALIGN

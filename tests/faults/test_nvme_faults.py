@@ -2,7 +2,7 @@
 
 from support.tiers.subjects import NVME, SLABS
 
-from kvtier.testing.fault_suite import TierFaults
+from kvtier.testing.faults import TierFaults
 
 
 class TestNvmeFaults(TierFaults):

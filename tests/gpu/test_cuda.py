@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import part_sum, pieces_of, sum_of
 from kvtier.core.slab import layout as table
-from kvtier.device.copier import Job, JobResult
-from kvtier.device.copy_plan import Blocks, cut
-from kvtier.device.cuda import cuda_device, runtime_copies
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, JobResult, PageRef, cut
+from kvtier.device.cuda import device as cuda_device
+from kvtier.device.cuda import runtime as runtime_copies
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.cuda.cuda_device import Cuda, open_copier
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.device.cuda.device import Cuda, open_copier
+from kvtier.device.pinned import PinnedMemory
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import part_sum, pieces_of, sum_of
 from kvtier.types import BlockKey, Outcome
 
 pytestmark = pytest.mark.gpu
@@ -187,7 +186,7 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
 
 def test_kernels_are_launched_by_the_driver_alone(torch: Any) -> None:
     """By Triton, a link would be kept waiting for the host."""
-    launch = pytest.importorskip("kvtier.device.cuda.kernel_launch")
+    launch = pytest.importorskip("kvtier.device.cuda.kernels")
     stage = Stage(torch, 16384)
     assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
@@ -225,7 +224,7 @@ def test_the_device_takes_the_checksums_that_the_host_takes(
     torch: Any, size: int, parts: int
 ) -> None:
     kernels = pytest.importorskip("kvtier.device.cuda.kernels")
-    checksum_kernels = pytest.importorskip("kvtier.device.cuda.checksum_kernels")
+    checksum_kernels = pytest.importorskip("kvtier.device.cuda.kernels")
     staging = pytest.importorskip("kvtier.device.cuda.staging_buffers")
     words = torch.int64
     data = torch.randint(0, 255, (parts * size,), dtype=torch.uint8, device="cuda")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.scheduler.hint_actions import Prefetch, Release, Retain, Understanding
+from kvtier.vllm.hints import Prefetch, Release, Retain, Understanding
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/agents.md").read_text()
 ANSWER = {"choices": [{"text": "ls\n", "message": {"role": "assistant", "content": "ls"}}]}

@@ -50,7 +50,7 @@ def run(python: Path, *arguments: str | Path, **variables: str | Path) -> str:
 
 
 def test_kvtier_finds_the_new_kind(python: Path) -> None:
-    found = run(python, "-c", "from kvtier.core.interfaces.backend import kinds; print(*kinds())")
+    found = run(python, "-c", "from kvtier.interfaces.backend import kinds; print(*kinds())")
     assert {"folder", "memory", "cpu", "nvme"} <= set(found.split())
 
 

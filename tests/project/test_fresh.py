@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from kvtier.config import load
-from kvtier.config.json_schema import descriptions, json_schema
-from kvtier.config.reference import reference
-from kvtier.core.interfaces.backend import backend, kinds
+from kvtier.config.schema import descriptions, json_schema, reference
+from kvtier.interfaces.backend import backend, kinds
 
 ROOT = Path(__file__).parents[2]
 STACKS = sorted((ROOT / "configs").glob("*.yaml"))

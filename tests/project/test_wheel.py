@@ -95,7 +95,7 @@ def test_the_source_distribution_has_them_too(dist: Path) -> None:
 
 def test_a_fresh_installation_works(home: Path, tmp_path: Path) -> None:
     code = (
-        "import kvtier.core.interfaces.backend as b; "
+        "import kvtier.interfaces.backend as b; "
         "print(*(b.backend(kind).kind for kind in b.kinds()))"
     )
     done = run(home, "python", "-c", code, cwd=tmp_path)

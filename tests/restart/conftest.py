@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.media import install
-from kvtier.testing.mover_rig import MoverRig
+from kvtier.testing.mover import MoverRig
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from support.processes import held_life
 from kvtier import Stack
 from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.core.records.record import record_bytes
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 COUNT = 12

@@ -14,14 +14,12 @@ from support.device.fake_device import FakeDevice
 
 from kvtier import Stack
 from kvtier.backends.cpu.handler import CpuHandler
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import HEADER_BYTES, record_bytes
-from kvtier.device.copier import DeviceCopier, Job
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import CpuCopier
+from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import HEADER_BYTES, record_bytes
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Outcome, Presence, SlotSpec
 
 CPU, NVME, OBJECT = 0, 1, 2

@@ -17,12 +17,12 @@ from hypothesis.stateful import (
 from hypothesis.stateful import rule as step
 from support.tiers.chains import REST, ChainRig, is_quiet, rule
 
-from kvtier.core.chain.ahead.warm_up import LONGEST_S
-from kvtier.core.chain.in_flight import Ticket
-from kvtier.core.chain.writes.catch_up import PAUSE_MAX_S
-from kvtier.core.settings import Admission, PrefetchSettings, RetainSettings, WritePolicy
+from kvtier.chain.ledger import Ticket
+from kvtier.chain.prefetch import LONGEST_S
+from kvtier.chain.store import PAUSE_MAX_S
 from kvtier.errors import NotResident
-from kvtier.testing.records import make_keys, prove
+from kvtier.settings import Admission, PrefetchSettings, RetainSettings, WritePolicy
+from kvtier.testing.subject import make_keys, prove
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
 
 UNIVERSE = make_keys(8)

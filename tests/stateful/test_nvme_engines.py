@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.testing.records import blank, make_keys, prove, sealed
+from kvtier.testing.subject import blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence, Reservation
 
 KEYS = make_keys(40)

@@ -9,7 +9,7 @@ import pytest
 from support.scheduler.asking import TWO_GROUPS, host_memory
 
 from kvtier import Stack
-from kvtier.core.interfaces import backend as registry
+from kvtier.interfaces import backend as registry
 
 
 @pytest.fixture

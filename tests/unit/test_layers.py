@@ -49,11 +49,11 @@ MAY_IMPORT_HEAVY = {
 
 GUARDS = {
     "kvtier/vllm/guard.py": "no exception may reach vLLM's scheduler",
-    "kvtier/move/thread_mover.py": "a handler's mistake must not end the thread that moves blocks",
-    "kvtier/core/interfaces/backend.py": "a package of others may raise anything at import",
-    "kvtier/core/chain/isolated_tier.py": "and when it is used",
-    "kvtier/core/eviction/registry.py": "likewise",
-    "kvtier/core/system/abandonable_calls.py": "what a thread raises goes to its waiting caller",
+    "kvtier/move/threads.py": "a handler's mistake must not end the thread that moves blocks",
+    "kvtier/interfaces/backend.py": "a package of others may raise anything at import",
+    "kvtier/chain/isolated_tier.py": "and when it is used",
+    "kvtier/eviction/policy.py": "likewise",
+    "kvtier/system/calls.py": "what a thread raises goes to its waiting caller",
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
     "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
     "backends/object/client/credentials.py": "credentials come from programs of the user's",

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier.testing.memory_folders import make_memory_folder
+from kvtier.testing.media import make_memory_folder
 
 
 def test_a_dead_owners_folder_is_removed_and_a_living_ones_stays(tmp_path: Path) -> None:

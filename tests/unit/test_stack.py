@@ -15,14 +15,14 @@ import msgspec
 import pytest
 
 from kvtier import Stack, load_config
-from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.core.records.record import record_bytes
 from kvtier.errors import ConfigError, ConfigErrors, NotOpen
-from kvtier.move.process_mover import ProcessMover
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.move.process import ProcessMover
+from kvtier.move.threads import ThreadMover
 from kvtier.observe.human import size
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.record.record import record_bytes
+from kvtier.testing.memory import MemoryHandler, MemoryTier
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace, TierStats
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
@@ -203,7 +203,7 @@ import os, signal, sys
 from pathlib import Path
 from kvtier import Stack
 from kvtier.errors import NotOpen
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 tiers = {

@@ -6,17 +6,16 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvtier import amounts
 from kvtier.backends.cpu import huge_page_support
 from kvtier.backends.cpu.leftover_regions import said_of_idle
 from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.cpu.settings import CpuSettings
-from kvtier.core import amounts
-from kvtier.core.inspection import Finding, Level
 from kvtier.core.slab.slab_files import Slab
-from kvtier.core.system import memory_limits
-from kvtier.core.system.disk import Disk
-from kvtier.core.system.mounts import mounted
 from kvtier.errors import MediumError
+from kvtier.inspect import Finding, Level
+from kvtier.system import memory as memory_limits
+from kvtier.system.disk import Disk, mounted
 
 _MEMORY_SHARE_MAX = 0.8
 

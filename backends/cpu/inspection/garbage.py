@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier.backends.cpu.leftover_regions import leftovers, own_files, remove
 from kvtier.backends.cpu.region_locks import LIST_SUFFIX, SUFFIX, in_use
-from kvtier.core.inspection.findings import Garbage, of_file
+from kvtier.inspect.contents import Garbage, of_file
 
 _MAKING = ".making"
 

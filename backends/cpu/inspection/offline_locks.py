@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.backends.cpu.region_locks import list_path, lock_owner, unlock
-from kvtier.core.system.disk import lock_within
 from kvtier.errors import MediumInUse
+from kvtier.system.disk import lock_within
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import stat
 from pathlib import Path
 
 from kvtier.core.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
-from kvtier.core.system.disk import Disk, is_locked, lock_within
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.system.disk import Disk, is_locked, lock_within
 
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"

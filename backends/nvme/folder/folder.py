@@ -36,16 +36,11 @@ from kvtier.backends.nvme.folder.lock import folder_locked
 from kvtier.backends.nvme.folder.namespace_diff import differs_in
 from kvtier.backends.nvme.folder.slab_file import NOBODY, SlabFile, file_sizes
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
-from kvtier.core.records.record import Buffer
-from kvtier.core.settings.folder_access import WHOSE
-from kvtier.core.slab.layout import (
-    OWNER,
-    OWNER_AT,
-    TABLE_AT,
-    SlabHeader,
-)
-from kvtier.core.system.disk import Disk, read_all
+from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
 from kvtier.errors import FormatError, MediumError
+from kvtier.record.record import Buffer
+from kvtier.settings import WHOSE
+from kvtier.system.disk import Disk, read_all
 from kvtier.types import Namespace
 
 logger = logging.getLogger(__name__)

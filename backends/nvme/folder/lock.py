@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.core.system.disk import lock_within
 from kvtier.errors import MediumError
+from kvtier.system.disk import lock_within
 
 _WAIT_S = 10.0
 

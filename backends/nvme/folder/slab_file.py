@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtier.core.slab.layout import (
-    SlabHeader,
-)
+from kvtier.core.slab.layout import SlabHeader
 
 NOBODY = 0
 """The owner of a slab that was let go of, so that others adopt it."""

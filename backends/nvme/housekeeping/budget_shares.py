@@ -16,7 +16,7 @@ from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.core.settings import ByteSize
+from kvtier.settings import ByteSize
 
 logger = logging.getLogger(__name__)
 

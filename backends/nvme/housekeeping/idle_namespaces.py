@@ -30,7 +30,7 @@ from kvtier.backends.nvme.folder.files import (
     used_bytes,
 )
 from kvtier.backends.nvme.folder.retaining_slabs import retaining
-from kvtier.core.system.disk import Disk
+from kvtier.system.disk import Disk
 
 _HOLD_S = 2.0
 """Others wait for the folder's lock meanwhile, ten seconds at most: what is left goes next time."""

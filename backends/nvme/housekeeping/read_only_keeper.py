@@ -15,8 +15,8 @@ from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.namespace_diff import differs_in
 from kvtier.backends.nvme.folder.slab_file import NOBODY
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.settings import WritePolicy
 from kvtier.errors import MediumError
+from kvtier.settings import WritePolicy
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtier.backends.nvme.spec import SLOT_BITS, SLOT_MASK
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk
+from kvtier.system.disk import Disk
 
 _REQUESTS_MAX = 4096
 """So many requests are remembered between two writings."""

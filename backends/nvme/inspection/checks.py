@@ -10,16 +10,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtier import amounts
 from kvtier.backends.nvme.folder.files import TABLE_SUFFIX, homes, slab_files, used_bytes
 from kvtier.backends.nvme.folder.limits import kept_free
 from kvtier.backends.nvme.housekeeping.read_only_keeper import only_reads
 from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
-from kvtier.core import amounts
-from kvtier.core.inspection import Finding, Level
-from kvtier.core.inspection.media_files import standing
-from kvtier.core.settings.folder_access import WHOSE
-from kvtier.core.system.disk import Disk
-from kvtier.core.system.mounts import mounted
+from kvtier.inspect import Finding, Level
+from kvtier.inspect.contents import standing
+from kvtier.settings import WHOSE
+from kvtier.system.disk import Disk, mounted
 
 _BLOCK = 4096
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}

@@ -12,10 +12,10 @@ from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.backends.nvme.inspection.offline_locks import filling_alone, sparing
 from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.core.inspection import Filling
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity, WritePolicy
+from kvtier.inspect import Filling
+from kvtier.interfaces.tier import Tier
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity, WritePolicy
 from kvtier.types import BlockKey, Namespace
 
 

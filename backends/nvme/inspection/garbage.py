@@ -26,11 +26,10 @@ from kvtier.backends.nvme.folder.files import (
 from kvtier.backends.nvme.folder.lock import folder_locked
 from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.inspection.offline_locks import has_live_owner, has_owner_now
-from kvtier.core.inspection.findings import Garbage
-from kvtier.core.inspection.measuring import left_behind
-from kvtier.core.inspection.media_files import size_below
 from kvtier.core.slab.slab_files import Slab
-from kvtier.core.system.disk import Disk, is_locked
+from kvtier.inspect.contents import Garbage, size_below
+from kvtier.inspect.measuring import left_behind
+from kvtier.system.disk import Disk, is_locked
 
 
 def find_garbage(

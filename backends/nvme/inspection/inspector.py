@@ -22,23 +22,23 @@ from kvtier.backends.nvme.inspection.pins import pin, unpin
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear.inspection import check_writes, writes_to
 from kvtier.backends.nvme.wear.write_ledger import NAME as WRITES
-from kvtier.core.inspection import Cleared, Depth, Finding, Garbage, Part
-from kvtier.core.inspection.contents import Writes
-from kvtier.core.inspection.measuring import BENCH_MARK
-from kvtier.core.inspection.media_files import (
+from kvtier.core.slab.inspection import SlabInspector, trouble
+from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
+from kvtier.core.slab.slab_files import Slab
+from kvtier.errors import FormatError, MediumInUse
+from kvtier.inspect import Cleared, Depth, Finding, Garbage, Part
+from kvtier.inspect.contents import (
     NAMESPACE_ID,
     Locked,
+    Writes,
     locked_files,
     read_file,
     read_namespace,
     standing,
 )
-from kvtier.core.settings import WritePolicy
-from kvtier.core.slab.inspection import SlabInspector, trouble
-from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
-from kvtier.core.slab.slab_files import Slab
-from kvtier.core.system.disk import Disk
-from kvtier.errors import FormatError, MediumInUse
+from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.settings import WritePolicy
+from kvtier.system.disk import Disk
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey
 
 

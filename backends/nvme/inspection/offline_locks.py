@@ -14,8 +14,8 @@ from kvtier.backends.nvme.folder.files import is_empty, is_newer, let_go, marks,
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.lock import folder_locked
 from kvtier.core.slab.layout import OWNER, OWNER_AT
-from kvtier.core.system.disk import Disk, is_locked, lock_within
 from kvtier.errors import MediumInUse
+from kvtier.system.disk import Disk, is_locked, lock_within
 from kvtier.types import Namespace
 
 _LOOK_S = 0.2

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from kvtier.backends.nvme.folder.files import pins_path
 from kvtier.backends.nvme.folder.lock import folder_locked
-from kvtier.core.error_texts import naming
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import BLOCKS_MAX, PINNED
-from kvtier.core.system.disk import Disk
-from kvtier.errors import FormatError, MediumError
+from kvtier.errors import FormatError, MediumError, naming
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey
 
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvtier import amounts
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear.drive_counters import Drive, read_drives
 from kvtier.backends.nvme.wear.write_ledger import NAME, WriteLedger, read_entry
-from kvtier.core import amounts
-from kvtier.core.inspection.contents import DriveWear, Writes
-from kvtier.core.inspection.findings import Finding, Level
-from kvtier.core.inspection.media_files import standing
-from kvtier.core.system.disk import Disk
 from kvtier.core.wear.token_bucket import BURST_S
+from kvtier.inspect.contents import DriveWear, Finding, Level, Writes, standing
+from kvtier.system.disk import Disk
 
 _DAY_S = 86400.0
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from kvtier.backends.nvme.wear.drive_counters import read_drives
 from kvtier.backends.nvme.wear.write_ledger import WriteLedger
-from kvtier.core.system.abandonable_calls import abandonable
 from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.system.calls import abandonable
 
 _EVERY_S = 1.0
 _PAUSE_S = 0.1

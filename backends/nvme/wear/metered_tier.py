@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvtier.backends.nvme.single_thread import SerializedTier
-from kvtier.core.records.record import record_bytes
 from kvtier.core.slab.layout import ENTRY_BYTES
+from kvtier.record.record import record_bytes
 from kvtier.types import BlockKey, Namespace, Outcome, Reservation
 
 _ENTRIES = 2

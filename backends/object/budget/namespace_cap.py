@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.backends.object.budget.budget import UNLIMITED, Budget
 from kvtier.backends.object.budget.claim import Writer
-from kvtier.core.settings import ByteSize
+from kvtier.settings import ByteSize
 
 _log = logging.getLogger(__name__)
 

@@ -13,18 +13,10 @@ from kvtier.backends.object.client.http.connection_pool import ConnectionPool
 from kvtier.backends.object.client.http.endpoint import bucket_address
 from kvtier.backends.object.client.http.proxy import proxy_for
 from kvtier.backends.object.client.http.tls import TrustStore
-from kvtier.backends.object.client.s3_settings import (
-    S3Settings,
-    addressing_style,
-    check_settings,
-)
+from kvtier.backends.object.client.s3_settings import S3Settings, addressing_style, check_settings
 from kvtier.backends.object.client.signer import Signer, request_head
 from kvtier.backends.object.client.status_errors import error_code, response_error
-from kvtier.backends.object.stores.errors import (
-    ExpiredToken,
-    ObjectTooLarge,
-    StoreError,
-)
+from kvtier.backends.object.stores.errors import ExpiredToken, ObjectTooLarge, StoreError
 from kvtier.backends.object.stores.store import Buffer
 
 ERROR_BODY_BYTES_MAX = 64 << 10

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtier.backends.object.client.extra import optional_module
 from kvtier.backends.object.stores.errors import NoCredentials
-from kvtier.core.system.abandonable_calls import abandonable
+from kvtier.system.calls import abandonable
 
 _RENEW_PAUSE_S = 10.0
 _REFRESH_FIRST_S = 60.0

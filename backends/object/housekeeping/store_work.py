@@ -28,7 +28,7 @@ from kvtier.backends.object.object_names import description_name
 from kvtier.backends.object.stores.errors import StoreError, StoreFull
 from kvtier.backends.object.stores.revocable import RevocableStore
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.records.record import HEADER_BYTES
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import Namespace
 
 _log = logging.getLogger(__name__)

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from kvtier import amounts
 from kvtier.backends.object.inspection.store_access import local_folder
 from kvtier.backends.object.inspection.temporary_objects import new_probe
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
 from kvtier.backends.object.stores.store import PutOutcome, Store, is_name
-from kvtier.core import amounts
-from kvtier.core.inspection import Finding, Level
-from kvtier.core.settings import WritePolicy
-from kvtier.core.settings.folder_access import WHOSE
+from kvtier.inspect import Finding, Level
+from kvtier.settings import WHOSE, WritePolicy
 
 _SKEW_S = 60.0
 _BODY = b"kvtier doctor"

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from kvtier.backends.object.manifests.manifest import Entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
-from kvtier.core.inspection.contents import Block
-from kvtier.core.inspection.sources import ROW, HandlerSource, Rows
-from kvtier.core.interfaces.handler import Handler
+from kvtier.inspect.contents import Block
+from kvtier.inspect.filling import ROW, HandlerSource, Rows
+from kvtier.interfaces.handler import Handler
 from kvtier.types import LoadStoreSpec, Namespace
 
 Counts = npt.NDArray[np.uint32]

@@ -17,8 +17,8 @@ from kvtier.backends.object.object_names import (
 from kvtier.backends.object.settings import ObjectSettings
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.inspection import Reporter
 from kvtier.errors import MediumError
+from kvtier.inspect import Reporter
 
 _PASSES_MAX = 8
 """An engine may go on writing where all is deleted."""

@@ -13,12 +13,12 @@ from kvtier.backends.object.housekeeping.use_counts import Uses
 from kvtier.backends.object.inspection.manifest_audit import ManifestCopyAudit
 from kvtier.backends.object.inspection.store_access import opened_store
 from kvtier.backends.object.settings import ObjectSettings
-from kvtier.core.inspection import Filling, InspectorContext
-from kvtier.core.inspection.filling import TierOpener
-from kvtier.core.interfaces.handler import Handler
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import HEADER_BYTES
-from kvtier.core.settings import ByteSize, Capacity, WritePolicy
+from kvtier.inspect import Filling, InspectorContext
+from kvtier.inspect.filling import TierOpener
+from kvtier.interfaces.handler import Handler
+from kvtier.interfaces.tier import Tier
+from kvtier.record.record import HEADER_BYTES
+from kvtier.settings import ByteSize, Capacity, WritePolicy
 from kvtier.types import BlockKey, Namespace
 
 

@@ -13,9 +13,9 @@ from kvtier.backends.object.inspection.store_access import local_folder, opened_
 from kvtier.backends.object.inspection.temporary_objects import left_behind, remove_left
 from kvtier.backends.object.settings import ObjectSettings, capacity_of
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.inspection import Contents, Garbage, Part, Reporter, measuring
-from kvtier.core.settings import WritePolicy
 from kvtier.errors import MediumError
+from kvtier.inspect import Contents, Garbage, Part, Reporter, measuring
+from kvtier.settings import WritePolicy
 
 
 def find_garbage(

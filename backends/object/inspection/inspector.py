@@ -23,7 +23,8 @@ from kvtier.backends.object.object_names import blocks_prefix, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of, open_for
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.core.inspection import (
+from kvtier.errors import ConfigError, MediumError
+from kvtier.inspect import (
     Block,
     Cleared,
     Depth,
@@ -36,11 +37,10 @@ from kvtier.core.inspection import (
     Reach,
     Source,
 )
-from kvtier.core.inspection.filling import TAKE_ALL, TierOpener
-from kvtier.core.inspection.media_files import standing
-from kvtier.core.records.record import record_bytes
-from kvtier.core.system.disk import Disk
-from kvtier.errors import ConfigError, MediumError
+from kvtier.inspect.contents import standing
+from kvtier.inspect.filling import TAKE_ALL, TierOpener
+from kvtier.record.record import record_bytes
+from kvtier.system.disk import Disk
 from kvtier.types import Namespace
 
 

@@ -21,8 +21,8 @@ from kvtier.backends.object.manifests.reconcile import Reconciliation
 from kvtier.backends.object.object_names import blocks_prefix, parse_block
 from kvtier.backends.object.settings import ObjectSettings
 from kvtier.backends.object.stores.store import ObjectInfo, Store
-from kvtier.core.inspection import CopyAudit, Reporter
 from kvtier.errors import MediumError
+from kvtier.inspect import CopyAudit, Reporter
 from kvtier.types import BlockKey, Namespace
 
 _AT_ONCE = 4096

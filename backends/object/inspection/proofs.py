@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.inspection.contents import Block
-from kvtier.core.inspection.proofs import NEWER, Proof, Prover, Verdict, is_newer, judge
-from kvtier.core.records.compression import decode
-from kvtier.core.records.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.errors import FormatError, MediumError
+from kvtier.inspect.contents import Block
+from kvtier.inspect.proofs import NEWER, Proof, Prover, Verdict, is_newer, judge
+from kvtier.record.codec import decode
+from kvtier.record.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.types import PAYLOAD_BYTES_MAX, Namespace
 
 

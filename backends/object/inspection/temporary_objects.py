@@ -13,7 +13,7 @@ import msgspec
 from kvtier.backends.object.inspection.deletion import delete_objects, empty_store
 from kvtier.backends.object.inspection.store_access import opened_store
 from kvtier.backends.object.settings import ObjectSettings
-from kvtier.core.inspection import Reporter
+from kvtier.inspect import Reporter
 
 _BENCH = "kvtier-bench-"
 _DOCTOR = "kvtier-doctor/"

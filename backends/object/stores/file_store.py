@@ -41,7 +41,7 @@ from kvtier.backends.object.stores.store import (
     first_bytes,
     wrong_length,
 )
-from kvtier.core.system.disk import Disk, read_all, write_all
+from kvtier.system.disk import Disk, read_all, write_all
 
 _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvtier.core.inspection import InspectorContext
-from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.settings import check_capacity
-from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError
+from kvtier.inspect import InspectorContext
+from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.settings import check_capacity
+from kvtier.system.disk import Disk
 from kvtier_folder.handler import FolderHandler
 from kvtier_folder.inspector import FolderInspector
 from kvtier_folder.medium import FolderSpec

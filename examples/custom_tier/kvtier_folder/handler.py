@@ -6,9 +6,9 @@ import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.core.interfaces.handler import Handler
-from kvtier.core.records.record import Buffer
-from kvtier.core.system.disk import Disk
+from kvtier.interfaces.handler import Handler
+from kvtier.record.record import Buffer
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 from kvtier_folder.medium import FolderSpec, size_of
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.core.inspection import (
+from kvtier.errors import KVTierError, MediumInUse
+from kvtier.inspect import (
     Block,
     Cleared,
     Filling,
@@ -28,11 +29,9 @@ from kvtier.core.inspection import (
     Part,
     Stored,
 )
-from kvtier.core.inspection.filling import TierOpener
-from kvtier.core.inspection.findings import of_file
-from kvtier.core.inspection.media_files import locked_files
-from kvtier.core.system.mounts import mounted
-from kvtier.errors import KVTierError, MediumInUse
+from kvtier.inspect.contents import locked_files, of_file
+from kvtier.inspect.filling import TierOpener
+from kvtier.system.disk import mounted
 from kvtier.types import Namespace
 from kvtier_folder.medium import BLOCK, PART, FolderSpec, key_of
 from kvtier_folder.settings import FolderSettings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
-from kvtier.core.records.record import record_bytes
+from kvtier.record.record import record_bytes
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace
 
 BLOCK, PART = ".kv", ".part"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.settings import TierSettings
+from kvtier.settings import TierSettings
 
 
 class FolderSettings(TierSettings, frozen=True, kw_only=True, tag="folder"):

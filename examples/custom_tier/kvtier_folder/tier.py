@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.system.disk import Disk
 from kvtier.errors import MediumError, NotResident
+from kvtier.interfaces.tier import Tier
+from kvtier.system.disk import Disk
 from kvtier.types import (
     BlockKey,
     EventKind,
@@ -149,7 +149,7 @@ class FolderTier(Tier):
         self._sweep()
         self._announce(EventKind.REMOVED, keys)
 
-    # The contract, in the order of `kvtier.core.interfaces.tier.Tier`.
+    # The contract, in the order of `kvtier.interfaces.tier.Tier`.
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
         return [self._presence(key) for key in keys]

@@ -7,9 +7,9 @@ from pathlib import Path
 from kvtier_folder import BACKEND, FolderSettings, FolderTier
 from kvtier_folder.handler import FolderHandler
 
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import ByteSize, Capacity, TierSettings
-from kvtier.core.system.disk import Disk
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import ByteSize, Capacity, TierSettings
+from kvtier.system.disk import Disk
 from kvtier.testing.subject import Subject
 
 

@@ -9,10 +9,9 @@ from folder_subject import SUBJECT
 from kvtier_folder import FolderTier
 
 from kvtier.testing.contract import TierContract
-from kvtier.testing.fault_suite import TierFaults
-from kvtier.testing.records import make_keys
+from kvtier.testing.faults import TierFaults
 from kvtier.testing.stateful import tier_machine
-from kvtier.testing.subject import Rig
+from kvtier.testing.subject import Rig, make_keys
 from kvtier.types import BlockKey
 
 

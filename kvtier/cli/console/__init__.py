@@ -30,7 +30,7 @@ from kvtier.cli.console.output import (
 from kvtier.cli.console.progress import Progress, progress
 from kvtier.cli.console.questions import confirm
 from kvtier.cli.console.tables import fits, print_table, print_values
-from kvtier.core.error_texts import naming, said_of
+from kvtier.errors import naming, said_of
 
 __all__ = [
     "EXIT_CLOSED_PIPE",

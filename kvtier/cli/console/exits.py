@@ -12,8 +12,7 @@ from typing import Any
 
 from kvtier.cli.console.output import OUTPUT, warn
 from kvtier.cli.signals import EndSignal
-from kvtier.core.error_texts import MORE_MEMORY, said_of
-from kvtier.errors import ConfigError, ConfigErrors, KVTierError
+from kvtier.errors import MORE_MEMORY, ConfigError, ConfigErrors, KVTierError, said_of
 
 EXIT_OK = 0
 EXIT_FAILURE = 1

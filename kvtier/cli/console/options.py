@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def parse_size(text: str | int) -> int:
     """The value of an option that is a size, like 64MiB."""
-    from kvtier.core.settings import ByteSize
+    from kvtier.settings import ByteSize
 
     try:
         size = ByteSize.parse(text).bytes
@@ -26,7 +26,7 @@ def parse_size(text: str | int) -> int:
 
 def parse_block(text: str | int) -> int:
     """The value of an option that is the size of a block's payload, like 1MiB."""
-    from kvtier.core.settings import ByteSize
+    from kvtier.settings import ByteSize
     from kvtier.types import PAYLOAD_BYTES_MAX
 
     size = parse_size(text)
@@ -49,7 +49,7 @@ def parse_rate(text: str) -> int:
 
 def parse_duration(text: str) -> float:
     """The value of an option that is a length of time, like 30d, in seconds."""
-    from kvtier.core.settings import Duration
+    from kvtier.settings import Duration
 
     try:
         return Duration.parse(text).seconds

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from kvtier.core.error_texts import naming
+from kvtier.errors import naming
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ def print_json(value: object) -> None:
 
     import msgspec
 
-    from kvtier.core.settings.values import show_hook
+    from kvtier.settings import show_hook
 
     # In ASCII, whatever the locale is; names of files may hold bytes that are no text.
     text = json.dumps(msgspec.to_builtins(value, enc_hook=show_hook), indent=2, allow_nan=False)

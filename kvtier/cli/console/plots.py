@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from kvtier.core.error_texts import naming
+from kvtier.errors import naming
 
 
 def check(file: Path | None) -> None:

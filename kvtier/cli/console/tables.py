@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvtier.cli.console.output import OUTPUT, plain, say, stdout
-from kvtier.core.error_texts import naming
+from kvtier.errors import naming
 
 _FOLDED_COLUMNS = 3
 _NAME_COLUMNS = 40

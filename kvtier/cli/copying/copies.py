@@ -25,8 +25,8 @@ from kvtier.cli.inspection.inspectors import (
 )
 from kvtier.cli.inspection.namespaces import find_namespace
 from kvtier.config import StackConfig
-from kvtier.core.inspection import Depth, Filling
 from kvtier.errors import KVTierError
+from kvtier.inspect import Depth, Filling
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens

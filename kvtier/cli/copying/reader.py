@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvtier.cli.copying.selection import Choice
-from kvtier.core.interfaces.handler import Handler
-from kvtier.core.records.record import Buffer, record_bytes
+from kvtier.interfaces.handler import Handler
+from kvtier.record.record import Buffer, record_bytes
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec
 
 

@@ -20,13 +20,13 @@ from kvtier.cli.copying.pace import Pace
 from kvtier.cli.copying.reader import Numbers, Reader
 from kvtier.cli.copying.report import Copied
 from kvtier.cli.copying.selection import Choice
-from kvtier.core.inspection import CopyAudit, Filling
-from kvtier.core.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import record_bytes
 from kvtier.errors import MediumError
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.inspect import CopyAudit, Filling
+from kvtier.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
+from kvtier.interfaces.tier import Tier
+from kvtier.move.threads import ThreadMover
 from kvtier.observe import human
+from kvtier.record.record import record_bytes
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
 
 STAGING_BYTES = 64 << 20

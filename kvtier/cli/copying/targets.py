@@ -13,10 +13,10 @@ import typer
 from kvtier.cli.console import options
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import StackConfig, load
-from kvtier.core.inspection import Reach
-from kvtier.core.interfaces.backend import backend, kinds
-from kvtier.core.settings import TierSettings
 from kvtier.errors import BackendError, ConfigError, KVTierError, NotWritable
+from kvtier.inspect import Reach
+from kvtier.interfaces.backend import backend, kinds
+from kvtier.settings import TierSettings
 
 IntoOption = Annotated[
     str | None,

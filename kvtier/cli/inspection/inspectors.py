@@ -12,7 +12,8 @@ from kvtier.cli.console.exits import EXIT_FAILURE
 from kvtier.cli.console.output import warn
 from kvtier.cli.console.progress import progress
 from kvtier.config import StackConfig
-from kvtier.core.inspection import (
+from kvtier.errors import ConfigError, Unsupported
+from kvtier.inspect import (
     Block,
     Depth,
     Inspector,
@@ -22,9 +23,8 @@ from kvtier.core.inspection import (
     Reporter,
     Verdict,
 )
-from kvtier.core.inspection.contents import Bar
-from kvtier.core.interfaces.backend import backend
-from kvtier.errors import ConfigError, Unsupported
+from kvtier.inspect.contents import Bar
+from kvtier.interfaces.backend import backend
 from kvtier.types import Namespace
 
 AnyInspector = Inspector[Any]

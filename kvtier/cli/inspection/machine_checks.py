@@ -9,16 +9,16 @@ import time
 from collections.abc import Iterator
 
 from kvtier.config import Loads, StackConfig
-from kvtier.config.rate_owner import machine, rates_folder, stack_of
-from kvtier.core.costs.kept_rates import KeptRates
-from kvtier.core.costs.rates_file import rates_in
-from kvtier.core.inspection import Finding, Level
-from kvtier.core.interfaces.backend import backend
-from kvtier.core.settings import Gds, WritePolicy
-from kvtier.core.system.numa import Topology
+from kvtier.config.loader import machine, rates_folder, stack_of
+from kvtier.cost.rates import KeptRates
+from kvtier.cost.saved_rates import rates_in
 from kvtier.device.direct.kvikio_driver import probe as probe_gds
 from kvtier.errors import ConfigError
+from kvtier.inspect import Finding, Level
+from kvtier.interfaces.backend import backend
 from kvtier.observe import human
+from kvtier.settings import Gds, WritePolicy
+from kvtier.system.numa import Topology
 from kvtier.vllm.hooks.versions import installed, tested
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvtier.cli import console
 from kvtier.cli.inspection.inspectors import Inspectors, known_namespaces, looked_at, parts_of
-from kvtier.core.inspection import Part
 from kvtier.errors import KVTierError
+from kvtier.inspect import Part
 from kvtier.observe import human
 from kvtier.types import Namespace
 

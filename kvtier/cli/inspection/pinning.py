@@ -7,17 +7,12 @@ from pathlib import Path
 import msgspec
 
 from kvtier.cli import console
-from kvtier.cli.inspection.inspectors import (
-    AnyInspector,
-    end_with_troubles,
-    known_namespaces,
-    look,
-)
+from kvtier.cli.inspection.inspectors import AnyInspector, end_with_troubles, known_namespaces, look
 from kvtier.cli.inspection.namespaces import asked_namespace
 from kvtier.config import StackConfig
-from kvtier.core.inspection import Depth
-from kvtier.core.records.record import record_bytes
 from kvtier.errors import KVTierError
+from kvtier.inspect import Depth
+from kvtier.record.record import record_bytes
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.identity.prompt_keys import chunk_keys
 from kvtier.vllm.serving.prompts import read_prompts

@@ -7,8 +7,8 @@ import msgspec
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.cli.measuring.tier_speeds import Measured
 from kvtier.config import StackConfig
-from kvtier.core.records.record import record_bytes
 from kvtier.observe.kv_shape import KVShape
+from kvtier.record.record import record_bytes
 
 _TOKENS_MAX = 1 << 22
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvtier.chain.store import TOUCHES_KEPT
 from kvtier.cli import console
 from kvtier.cli.measuring.expectations import Expectation
 from kvtier.config import StackConfig
-from kvtier.core.chain.writes.write_links import TOUCHES_KEPT
-from kvtier.core.eviction.traces.trace import Request
-from kvtier.core.records.record import record_bytes
+from kvtier.eviction.traces import Request
 from kvtier.observe import human
 from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 from kvtier.observe.svg import lines
 from kvtier.observe.trace_sample import sample
+from kvtier.record.record import record_bytes
 
 _DAY_S = 86400.0
 _USES_MAX = 6_000_000

@@ -11,11 +11,11 @@ from kvtier.cli import console
 from kvtier.cli.measuring.expectations import Expectation
 from kvtier.cli.measuring.trace_sweep import part_of, plans_of
 from kvtier.config import StackConfig
-from kvtier.core.eviction.traces.trace import Request
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import TierSettings, WritePolicy
+from kvtier.eviction.traces import Request
 from kvtier.observe import human
 from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
+from kvtier.record.record import record_bytes
+from kvtier.settings import TierSettings, WritePolicy
 
 SHARES = (1.0, 0.5, 0.25, 0.1)
 KEPT = 0.9

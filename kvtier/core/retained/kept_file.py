@@ -16,15 +16,10 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from kvtier.core.records.record import Buffer
-from kvtier.core.retained.retained_blocks import (
-    BLOCKS_MAX,
-    PINNED,
-    SESSIONS_MAX,
-    Sessions,
-)
-from kvtier.core.system.disk import Disk, write_all
+from kvtier.core.retained.retained_blocks import BLOCKS_MAX, PINNED, SESSIONS_MAX, Sessions
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.record.record import Buffer
+from kvtier.system.disk import Disk, write_all
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTKEEP\n"

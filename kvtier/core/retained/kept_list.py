@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
-from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError
+from kvtier.system.disk import Disk
 
 logger = logging.getLogger(__name__)
 

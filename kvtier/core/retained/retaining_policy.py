@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from itertools import islice
 
-from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy
+from kvtier.eviction.policy import UNKNOWN, EvictionPolicy
 
 _ASKED_MAX = 1024
 _SLOT_BYTES = 100

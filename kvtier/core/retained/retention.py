@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.core.chain.plan import HOST
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.settings import RetainSettings, TierSettings, WritePolicy
+from kvtier.chain.plan import HOST
+from kvtier.interfaces.tier import Tier
+from kvtier.settings import RetainSettings, TierSettings, WritePolicy
 from kvtier.types import BlockKey
 
 _OFF = RetainSettings(share=0.0)

@@ -13,17 +13,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvtier.core.error_texts import said_of
-from kvtier.core.inspection.contents import Block, Contents, Hold, InspectorContext, Part
-from kvtier.core.inspection.filling import TierOpener
-from kvtier.core.inspection.inspector import Inspector
-from kvtier.core.inspection.proofs import Prover
-from kvtier.core.inspection.sources import Source
 from kvtier.core.retained import kept_file
-from kvtier.core.settings import TierSettings
 from kvtier.core.slab.layout import BAD, SlabHeader, committed, entry_at, keys_of
 from kvtier.core.slab.slab_files import Slab, SlabBlock, SlabProver, SlabSource
-from kvtier.errors import FormatError, KVTierError, NewerFormat
+from kvtier.errors import FormatError, KVTierError, NewerFormat, said_of
+from kvtier.inspect.contents import Block, Contents, Hold, InspectorContext, Part
+from kvtier.inspect.filling import Source, TierOpener
+from kvtier.inspect.inspector import Inspector
+from kvtier.inspect.proofs import Prover
+from kvtier.settings import TierSettings
 from kvtier.types import BlockKey, Namespace
 
 S = TypeVar("S", bound=TierSettings)

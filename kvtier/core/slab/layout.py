@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.record.record import Buffer, record_bytes
 from kvtier.types import KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTSLAB\n"

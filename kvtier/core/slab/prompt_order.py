@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.core.eviction import UNKNOWN
+from kvtier.eviction import UNKNOWN
 from kvtier.types import BlockKey
 
 _EXPECTED_MAX = 1 << 16

@@ -9,8 +9,8 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.interfaces.tier import Tier
 from kvtier.core.slab import layout
+from kvtier.interfaces.tier import Tier
 from kvtier.types import BlockKey
 
 _PIECES_AT_ONCE = 32

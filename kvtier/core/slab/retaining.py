@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from kvtier.core.eviction import EvictionPolicy
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.retained.retaining_policy import RetainingPolicy
 from kvtier.core.slab.recovered import RecoveringTier
+from kvtier.eviction import EvictionPolicy
 from kvtier.types import BlockKey, TierStats
 
 

@@ -13,11 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.inspection.contents import Block, Cell
-from kvtier.core.inspection.media_files import read_file
-from kvtier.core.inspection.proofs import Proof, Prover, Verdict, judge
-from kvtier.core.inspection.sources import ROW, Rows, Source
-from kvtier.core.records.record import Buffer
 from kvtier.core.slab.layout import (
     BAD,
     ENTRY_BYTES,
@@ -33,6 +28,10 @@ from kvtier.core.slab.layout import (
     runs,
     same_block,
 )
+from kvtier.inspect.contents import Block, Cell, read_file
+from kvtier.inspect.filling import ROW, Rows, Source
+from kvtier.inspect.proofs import Proof, Prover, Verdict, judge
+from kvtier.record.record import Buffer
 from kvtier.types import BlockKey, Outcome
 
 

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
-from kvtier.core.eviction import UNKNOWN, EvictionPolicy
-from kvtier.core.records.tier_events import Events
 from kvtier.core.slab import layout
 from kvtier.core.slab.neighbours import take_neighbours
 from kvtier.core.slab.prompt_order import PromptOrder
 from kvtier.core.slab.retaining import RetainingTier
 from kvtier.errors import NotResident
+from kvtier.eviction import UNKNOWN, EvictionPolicy
+from kvtier.interfaces.events import Events
 from kvtier.types import (
     BlockKey,
     EventKind,

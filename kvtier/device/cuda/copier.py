@@ -19,16 +19,21 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.device.accelerator import ERRORS, Accelerator, Event, Lane, Stage
-from kvtier.device.copier import DeviceCopier, Host, Job, JobResult, Prover
-from kvtier.device.copy_plan import Copies, Ints, Pieces, describe
+from kvtier.device.copier import (
+    Copies,
+    DeviceCopier,
+    DeviceLayout,
+    Host,
+    Ints,
+    Job,
+    JobResult,
+    Pieces,
+    Prover,
+    describe,
+)
 from kvtier.device.cuda.staged_copies import StagedPath
-from kvtier.device.direct.copies import DirectPath
-from kvtier.device.direct.loader import DirectLoader
-from kvtier.device.idle_times import Steps
-from kvtier.device.job_batches import Batch, each_row, failed, head, unchanged
-from kvtier.device.job_queue import JobQueue
-from kvtier.device.layout import DeviceLayout
-from kvtier.device.store_pace import StorePace
+from kvtier.device.direct.loader import DirectLoader, DirectPath
+from kvtier.device.queue import Batch, JobQueue, Steps, StorePace, each_row, failed, head, unchanged
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.records.record import PIECE_BYTES, part_sum
 from kvtier.device.accelerator import Stage
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.record.record import PIECE_BYTES, part_sum
 
 ROWS = 3
 """Records that are moved at once."""

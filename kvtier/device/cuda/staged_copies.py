@@ -15,14 +15,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.core.records.record import HEADER_BYTES
 from kvtier.device.accelerator import ERRORS, Event, Stage
-from kvtier.device.copier import Prover
-from kvtier.device.copy_plan import Ints
-from kvtier.device.job_batches import Batch, each_row, failed, head, or_failed, unchanged
-from kvtier.device.job_queue import JobQueue
-from kvtier.device.layout import DeviceLayout
-from kvtier.device.store_pace import StorePace
+from kvtier.device.copier import DeviceLayout, Ints, Prover
+from kvtier.device.queue import (
+    Batch,
+    JobQueue,
+    StorePace,
+    each_row,
+    failed,
+    head,
+    or_failed,
+    unchanged,
+)
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)

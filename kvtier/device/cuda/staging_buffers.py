@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.core.records.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 from kvtier.device.accelerator import Event
-from kvtier.device.copy_plan import Ints
-from kvtier.device.cuda import checksum_kernels, kernel_trial, kernels
-from kvtier.device.cuda.kernel_launch import QuickLaunch
-from kvtier.device.cuda.stream_events import end_of
-from kvtier.device.layout import DeviceLayout
+from kvtier.device.copier import DeviceLayout, Ints
+from kvtier.device.cuda import kernel_trial, kernels
+from kvtier.device.cuda import kernels as checksum_kernels
+from kvtier.device.cuda.kernels import QuickLaunch
+from kvtier.device.cuda.runtime import end_of
+from kvtier.record.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 
 BUDGET_BYTES = 384 << 20
 """The most device memory that all buffers take, of what the model left; more only for the least

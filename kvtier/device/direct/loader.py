@@ -1,24 +1,22 @@
-"""Records read straight from files into device memory, proved before anyone may use them.
-
-Header and checksums are read on the host, the payload goes to a staging buffer on the device, where
-its checksum is taken: direct or not, nothing is loaded unproved. A buffer and its file are kept
-until their read has ended, whatever becomes of the load, because a driver that writes to memory
-that was freed takes the process with it.
-"""
+"""Reads records from files straight into device memory, proves and places them."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvtier.core.records.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
-from kvtier.core.system.disk import Disk
-from kvtier.device.accelerator import ERRORS
-from kvtier.device.copier import header_fits
-from kvtier.device.layout import DeviceLayout
+import numpy as np
+
+from kvtier.device.accelerator import ERRORS, Accelerator
+from kvtier.device.copier import DeviceLayout, Pieces, describe, header_fits
+from kvtier.device.queue import Batch, JobQueue, Work
+from kvtier.errors import KVTierError
+from kvtier.record.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, FilePlace, Outcome
 
 logger = logging.getLogger(__name__)
@@ -252,3 +250,128 @@ def _end_of(flight: _Flight) -> Outcome:
 def _io_error(read: DirectRead, error: Exception) -> Outcome:
     logger.warning("cannot read %s directly: %s", read.place.path, error)
     return Outcome.IO_ERROR
+
+
+# The direct rows of loads: from files into staging buffers, proved, and into place on the device.
+#
+# One thread has as many reads under way as there are buffers. The copies from a buffer to the
+# pages take no time beside the read, so it waits for them itself.
+
+_STRIKES = 3
+"""Loads that fail in a row, none of them for a record's sake, before others go another way. One
+that is late, or meets a bad disk, has many reads under way, which all fail."""
+
+
+class _UnderWay(NamedTuple):
+    batch: Batch
+    reading: Reading
+
+
+class DirectPath:
+    """Reads what the loads of a job queue have in files. `run` is for a thread of its own."""
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        device: Accelerator,
+        job_queue: JobQueue,
+        open_loader: Callable[[], DirectLoader | None],
+    ) -> None:
+        self.able = False
+        """Whether it pays to name files in jobs now; those that do are tried in any case."""
+        self.opening = True
+        """Whether it is not known yet, which may take long."""
+        self._layout = layout
+        self._lane = device.lane(urgent=True)
+        self._job_queue = job_queue
+        self._open = open_loader
+        self._loader: DirectLoader | None = None
+        self._failures = 0
+        self._failed: Work | None = None
+        """The last load that did."""
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Wait for no read any longer."""
+        self._stopped = True
+        if self._loader is not None:
+            self._loader.stop()
+
+    def run(self) -> None:
+        """Serve until the job queue closes."""
+        try:
+            self._loader = self._open()
+        except (KVTierError, *ERRORS):
+            logger.exception("files are not read straight into the device")
+        self.able = self._loader is not None
+        self.opening = False
+        if self._stopped:
+            self.stop()
+        under_way: deque[_UnderWay] = deque()
+        while self._refill(under_way):
+            self._finish(under_way.popleft())
+        if self._loader is not None:
+            self._loader.close()
+
+    def _refill(self, under_way: deque[_UnderWay]) -> bool:
+        """Begin reads while there are buffers; False at the end."""
+        loader = self._loader
+        while loader is None or loader.free or not under_way:
+            batch = self._job_queue.next(self._job_queue.read, wait=not under_way)
+            if batch is None:
+                break
+            if loader is None or not loader.free:
+                # No read can end any more, or none could ever begin.
+                self._judge(batch.work, Outcome.IO_ERROR)
+                self._job_queue.finish(batch, [Outcome.DROPPED])
+                continue
+            job, (row,) = batch.work.job, batch.rows
+            read = DirectRead(job.files[row], job.keys[row], batch.work.groups[row])
+            under_way.append(_UnderWay(batch, loader.begin(read)))
+        return bool(under_way)
+
+    def _finish(self, one: _UnderWay) -> None:
+        assert self._loader is not None
+        landing = self._loader.end(one.reading, one.batch.work.job.deadline)
+        outcome = landing.outcome
+        if landing.stage is not None:
+            outcome = self._place(one.batch, landing)
+            self._loader.give_back(landing.stage)
+        self._judge(one.batch.work, outcome)
+        self._job_queue.finish(one.batch, [outcome])
+
+    def _place(self, batch: Batch, landing: Landing) -> Outcome:
+        """Copy a proved record from its buffer to its pages."""
+        work = batch.work
+        outcome = Outcome.OK
+        try:
+            pieces = Pieces(*(column[batch.rows] for column in work.pieces))
+            records = np.array([landing.record], np.int64)
+            copies = describe(self._layout, work.job.blocks, pieces, records)
+            self._lane.after(work.mark)
+            held = self._lane.to_device(copies)
+        except ERRORS:
+            logger.exception("the device refused a load")
+            outcome, held = Outcome.IO_ERROR, None
+        try:
+            self._lane.record().synchronize()  # in any case: a part of the copies may be queued
+        except ERRORS:
+            logger.exception("the device failed a load")
+            outcome = Outcome.IO_ERROR
+        del held
+        return outcome
+
+    def _judge(self, load: Work, outcome: Outcome) -> None:
+        """Go another way once direct reads fail for no fault of their records."""
+        if outcome in (Outcome.IO_ERROR, Outcome.TIMEOUT):
+            self._failures += load is not self._failed
+            self._failed = load
+        elif outcome.ok:
+            self._failures, self._failed = 0, None
+        if self.able and self._failures >= _STRIKES:
+            self.able = False
+            logger.warning(
+                "direct reads failed in %d loads in a row: loads go through pinned memory until "
+                "the engine is started again",
+                self._failures,
+            )

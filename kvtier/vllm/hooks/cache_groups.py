@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
-from kvtier.core.costs.chunk_spans import Shape
+from kvtier.chain.hits import Shape
 from kvtier.vllm.hooks.pipeline_layers import most_layers
 
 

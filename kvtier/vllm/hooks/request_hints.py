@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.vllm.scheduler.hint_actions import Action
+from kvtier.vllm.hints import Action
 
 
 def said_of(request: Any) -> tuple[object, list[Action]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.types import GROUP_BYTES, BlockKey, group_of
 from kvtier.vllm.hooks.request_states import load_limit, prompt_ends
-from kvtier.vllm.scheduler.waiting_prefetches import Waits
+from kvtier.vllm.waiting_prefetches import Waits
 
 
 def as_it_waits(connector: Any, request: Any, pool: Any, *, by_priority: bool) -> Waits | None:

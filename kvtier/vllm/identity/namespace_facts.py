@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.records.record import VERSION as RECORD_VERSION
 from kvtier.errors import ConfigError
+from kvtier.record.record import VERSION as RECORD_VERSION
 from kvtier.vllm.identity.weight_fingerprints import (
     fingerprint_folder,
     fingerprint_weights,

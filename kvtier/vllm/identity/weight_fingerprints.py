@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-from kvtier.core.system.abandonable_calls import abandonable
+from kvtier.system.calls import abandonable
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvtier.core.system.disk import read_bounded
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.system.disk import read_bounded
 from kvtier.vllm.identity.prompt_keys import Prompt
 from kvtier.vllm.identity.weight_fingerprints import adapter_files, fingerprint_adapter
 

@@ -18,7 +18,7 @@ from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
 from kvtier.cli.commands.contents import explain
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.testing.records import payload
+from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, Namespace, block_key
 from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
 from kvtier.vllm.identity.weight_fingerprints import fingerprint_adapter

@@ -21,9 +21,9 @@ from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import app
 from kvtier.cli.inspection.inspectors import ConsoleReporter, look
 from kvtier.config import load
-from kvtier.core.inspection import Depth
 from kvtier.errors import MediumError
-from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
+from kvtier.inspect import Depth
+from kvtier.testing.subject import GROUPED, NAMESPACE, make_keys
 
 BLOCKS = 2500
 WATCH = ConsoleReporter()

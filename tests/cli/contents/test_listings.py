@@ -10,7 +10,7 @@ import pytest
 from support.processes.cli_world import command, every_kind
 
 from kvtier import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,9 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.settings import open_for
 from kvtier.cli import app
 from kvtier.config import load
-from kvtier.core.inspection.measuring import BENCH_MARK, holding
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import GROUPED, NAMESPACE, make_keys, payload
+from kvtier.inspect.measuring import BENCH_MARK, holding
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import GROUPED, NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from support.processes.cli_world import command, run
 from kvtier import Stack
 from kvtier.cli import app
 from kvtier.core.retained.retained_blocks import PINNED
-from kvtier.testing.records import make_keys, payload
+from kvtier.testing.subject import make_keys, payload
 from kvtier.types import BlockKey, Namespace, Presence
 from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys
 

@@ -23,10 +23,10 @@ from kvtier.backends.nvme.inspection.garbage import remove_home
 from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.inspection import measuring
-from kvtier.core.inspection.measuring import BENCH_MARK
-from kvtier.core.records.record import record_bytes
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.inspect import measuring
+from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

@@ -10,7 +10,7 @@ from support.processes.cli_world import STACK, command, fill, served
 
 from kvtier import Stack
 from kvtier.backends.object.object_names import description_name
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow

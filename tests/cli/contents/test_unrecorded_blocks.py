@@ -28,8 +28,8 @@ from kvtier.cli.copying.selection import choose
 from kvtier.cli.copying.sink import open_sink, pieces_of
 from kvtier.cli.inspection.inspectors import inspector_of, look
 from kvtier.config import load
-from kvtier.core.inspection import Depth, Reporter
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.inspect import Depth, Reporter
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
 from kvtier.cli.commands.contents.ls import layout_of
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
 KEYS = make_keys(8)

@@ -26,8 +26,8 @@ from kvtier.cli import app
 from kvtier.cli.commands.contents import verify
 from kvtier.cli.inspection import parallel
 from kvtier.config import load
-from kvtier.core.records.record import HEADER_BYTES, VERSION, record_bytes
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.record.record import HEADER_BYTES, VERSION, record_bytes
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Namespace
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

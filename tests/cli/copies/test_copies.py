@@ -25,9 +25,9 @@ from kvtier.cli.copying.report import Copied
 from kvtier.cli.copying.sink import Sink, open_sink
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import load
-from kvtier.core.records.record import HEADER_BYTES, Buffer
 from kvtier.core.slab import layout
-from kvtier.testing.records import GROUPED, NAMESPACE, fill, make_keys, payload
+from kvtier.record.record import HEADER_BYTES, Buffer
+from kvtier.testing.subject import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ FULL = """
 import sys
 from pathlib import Path
 from kvtier import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
     keys = make_keys(2000, start=1000)
     for at in range(0, len(keys), 100):

@@ -7,7 +7,7 @@ from pathlib import Path
 from support.processes.cli_world import run
 
 from kvtier import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
 BLOCKS = 20

@@ -16,7 +16,7 @@ from support.processes.cli_world import KVTIER, STACK, Hold, command, run
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
 from kvtier.core.slab.layout import RESERVED
-from kvtier.testing.records import NAMESPACE
+from kvtier.testing.subject import NAMESPACE
 
 pytestmark = pytest.mark.slow
 

@@ -31,14 +31,14 @@ from kvtier.cli.commands.contents import gc
 from kvtier.cli.copying.targets import tier_to_fill
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.inspection import Proof, Reporter
-from kvtier.core.inspection.measuring import BENCH_MARK
-from kvtier.core.records.record import Header
-from kvtier.core.settings import Duration, WritePolicy
 from kvtier.core.slab import layout
 from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import KVTierError, MediumInUse
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.inspect import Proof, Reporter
+from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.record.record import Header
+from kvtier.settings import Duration, WritePolicy
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
 BLOCKS = 8

@@ -18,11 +18,11 @@ from support.processes.cli_world import KVTIER, command, every_kind, run
 from kvtier.cli import app
 from kvtier.cli.measuring import tier_speeds as measure
 from kvtier.config import load
-from kvtier.core.inspection import measuring
-from kvtier.core.inspection.measuring import BENCH_MARK
-from kvtier.core.system import memory_limits
+from kvtier.inspect import measuring
+from kvtier.inspect.measuring import BENCH_MARK
 from kvtier.stack import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.system import memory as memory_limits
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 
 SMALL = ["--chunk", "8KiB", "--blocks", "4", "--rounds", "2"]
 
@@ -198,7 +198,7 @@ class TestAStoreInUse:
             signal.raise_signal(signal.SIGINT)
             return nullcontext(tmp_path / "own")
 
-        monkeypatch.setattr("kvtier.core.inspection.inspector.folder_beside", begin)
+        monkeypatch.setattr("kvtier.inspect.inspector.folder_beside", begin)
         config = load(stack_file)
         with (
             pytest.raises(ended_by),
@@ -251,8 +251,8 @@ def test_interrupted_while_a_store_is_down_it_does_not_go_on(
 # What other packages bring: blocks behind a url that is no store of ours, and in a folder.
 PACKAGE = """
 from pathlib import Path
-from kvtier.backends.memory import MemoryBackend, MemorySettings
-from kvtier.core.inspection import Inspector
+from kvtier.testing.memory import MemoryBackend, MemorySettings
+from kvtier.inspect import Inspector
 class Cave(MemorySettings, frozen=True, kw_only=True, tag="cave"):
     url: str
 class Chest(MemorySettings, frozen=True, kw_only=True, tag="chest"):

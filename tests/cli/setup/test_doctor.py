@@ -20,22 +20,16 @@ from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli.inspection import machine_checks as checks
 from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.inspection.machine_checks import (
-    check_gds,
-    check_machine,
-    check_order,
-    check_rates,
-)
+from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order, check_rates
 from kvtier.config import Loads, RateSettings, StackConfig, load
-from kvtier.config.rate_owner import rate_owner
-from kvtier.core.costs.kept_rates import KeptLink, KeptPrefill, Rates
-from kvtier.core.costs.rates_file import RatesFile
-from kvtier.core.inspection import Finding, Level
-from kvtier.core.system import memory_limits as room
-from kvtier.core.system.disk import Disk
-from kvtier.core.system.mounts import mounted
-from kvtier.core.system.numa import Topology
-from kvtier.testing.memory_folders import make_memory_folder
+from kvtier.config.loader import rate_owner
+from kvtier.cost.rates import KeptLink, KeptPrefill, Rates
+from kvtier.cost.saved_rates import RatesFile
+from kvtier.inspect import Finding, Level
+from kvtier.system import memory as room
+from kvtier.system.disk import Disk, mounted
+from kvtier.system.numa import Topology
+from kvtier.testing.media import make_memory_folder
 from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points import source_check
 from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS

@@ -14,7 +14,7 @@ from support.processes.cli_world import command
 from kvtier.cli.measuring import trace_sweep as sweep
 from kvtier.cli.measuring.expectations import Link, expect, load_seconds
 from kvtier.config import load
-from kvtier.core.eviction.traces.trace import read_trace
+from kvtier.eviction.traces import read_trace
 from kvtier.observe.kv_shape import read_shape, shape_of
 
 CONFIG = {

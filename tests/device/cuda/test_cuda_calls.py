@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.core.system.numa import Topology
-from kvtier.device.cuda import cuda_device as cuda
-from kvtier.device.cuda import cuda_runtime, runtime_copies
-from kvtier.device.cuda.batch_copies import BatchCopy, few_at_once, or_else
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.cuda import device as cuda
+from kvtier.device.cuda import runtime as cuda_runtime
+from kvtier.device.cuda import runtime as runtime_copies
+from kvtier.device.cuda.runtime import BatchCopy, few_at_once, or_else
+from kvtier.device.pinned import PinnedMemory
+from kvtier.system.numa import Topology
 
 
 class Listener:

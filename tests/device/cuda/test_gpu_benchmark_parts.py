@@ -19,8 +19,8 @@ from benchmarks.gpu.arena import LOAD, STORE
 from benchmarks.gpu.beside import Duplex
 from benchmarks.gpu.timeline import Span, tell
 from benchmarks.report import Report
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.device.copy_plan import Blocks
+from kvtier.device.copier import Blocks
+from kvtier.interfaces.mover import TransferKind
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.settings import Gds
-from kvtier.device.cuda import cuda_device
-from kvtier.device.cuda.batch_copies import BatchCopy
-from kvtier.device.idle_times import Steps
-from kvtier.vllm.worker.rank_worker import Pinning, device_of
+from kvtier.device.cuda import device as cuda_device
+from kvtier.device.cuda.runtime import BatchCopy
+from kvtier.device.queue import Steps
+from kvtier.settings import Gds
+from kvtier.vllm.worker import Pinning, device_of
 
 
 class Machine:

@@ -14,14 +14,14 @@ from support.device.direct_engine import Tensor
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.core.records.record import Buffer, record_bytes
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import CpuCopier, PageCopier
-from kvtier.testing.records import make_keys
+from kvtier.device.copier import Blocks
+from kvtier.device.cpu import CpuCopier, PageCopier
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
-from kvtier.vllm.scheduler.manager import ChainManager
-from kvtier.vllm.worker import rank_worker
-from kvtier.vllm.worker.rank_worker import Ended, RankWorker
+from kvtier.vllm import worker as rank_worker
+from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.worker import Ended, RankWorker
 
 PAGE, CHUNKS = 2048, 4
 

@@ -13,13 +13,13 @@ from support.device.device_worlds import keys_of
 from support.device.direct_engine import RANKS, Engine
 from support.tiers.chains import is_quiet
 
-from kvtier.core.costs.model import CostModel
-from kvtier.core.settings import Gds
-from kvtier.device.idle_times import Steps
+from kvtier.cost.model import CostModel
+from kvtier.device.queue import Steps
 from kvtier.errors import MediumError
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.move.threads import ThreadMover
+from kvtier.settings import Gds
 from kvtier.types import BlockKey, Outcome, Presence
-from kvtier.vllm.worker.rank_worker import Pinning, device_of
+from kvtier.vllm.worker import Pinning, device_of
 
 KEYS = keys_of(12)
 HIT, MISS = Presence.HIT, Presence.MISS

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from support.device.fake_cufile import CompatMode, FakeCufile
 
-from kvtier.core.settings import Gds
-from kvtier.device.direct import gds_probe
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.direct import kvikio_driver as gds_probe
 from kvtier.device.direct.kvikio_driver import DirectAccess, probe
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import MediumError
+from kvtier.settings import Gds
 
 
 def python(code: str) -> list[str]:

@@ -14,11 +14,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, keys_of
 from support.device.fake_cufile import CompatMode
 
-from kvtier.core.records.record import HEADER_BYTES, Header
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.direct import kvikio_driver
 from kvtier.device.direct.kvikio_driver import DeviceMemory
 from kvtier.device.direct.loader import DirectLoader, DirectRead
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.record.record import HEADER_BYTES, Header
 from kvtier.types import FilePlace, Outcome
 
 

@@ -25,7 +25,7 @@ class Slowed:
 
     def slow_stores(self, pause: float) -> None:
         """Let each block's way out of the device take so long."""
-        from kvtier.device.cpu_copier import PageCopier
+        from kvtier.device.cpu import PageCopier
 
         if not self._gather:
             self._gather = PageCopier.gather
@@ -71,7 +71,7 @@ class Slowed:
 
     def hold_loads(self) -> None:
         """Let no block go into the device, until told to."""
-        from kvtier.device.cpu_copier import PageCopier
+        from kvtier.device.cpu import PageCopier
 
         scatter = self._scatter = PageCopier.scatter
 
@@ -84,7 +84,7 @@ class Slowed:
 
     def let_loads_go(self) -> None:
         """Let all go in that were held, and wait until they have; the engine hears of it later."""
-        from kvtier.device.cpu_copier import PageCopier
+        from kvtier.device.cpu import PageCopier
 
         PageCopier.scatter = self._scatter  # type: ignore[method-assign]
         self._going_in.set()
@@ -101,7 +101,7 @@ class Slowed:
         self._going_on.set()
 
     def _before_reads(self, do: Callable[[], object]) -> None:
-        from kvtier.core.system.disk import Disk
+        from kvtier.system.disk import Disk
 
         read = self._read = self._read or Disk.readv
 

@@ -122,7 +122,7 @@ class TimedHost(Host):
 
     def weigh(self, how: str) -> None:
         """Let hits be taken as they are (crowd), each for itself (alone), or always."""
-        from kvtier.core.costs.cost_settings import CostSettings
+        from kvtier.cost.model import CostSettings
 
         appraiser, patience = self._manager.chain._appraiser, self._manager._patience
         self._weighing = self._manager.costs or self._weighing
@@ -132,7 +132,7 @@ class TimedHost(Host):
 
     def prefetch(self, on: bool) -> None:
         """Prefetch for requests that wait, or do not, from now on."""
-        from kvtier.core.chain.ahead.prefetch_share import PrefetchShare
+        from kvtier.chain.prefetch import PrefetchShare
 
         prefetches = self._manager.chain.prefetches
         self._share = prefetches.share if prefetches.on else self._share

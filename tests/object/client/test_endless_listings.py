@@ -32,9 +32,9 @@ from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.core.inspection import Depth
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.eviction import create_policy
+from kvtier.inspect import Depth
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
 Names = Callable[[int], str]

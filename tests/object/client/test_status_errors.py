@@ -12,8 +12,8 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore
 from kvtier.backends.object.stores.s3_store import S3Store
-from kvtier.core.records.compression import Codec
-from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
+from kvtier.record.codec import Codec
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import Outcome
 
 pytestmark = pytest.mark.s3

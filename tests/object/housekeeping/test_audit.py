@@ -36,8 +36,8 @@ from kvtier.backends.object.object_names import block_name, parse_manifest
 from kvtier.backends.object.stores.errors import StoreFull
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
-from kvtier.core.records.record import HEADER_BYTES
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.record.record import HEADER_BYTES
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import EventKind, Presence
 
 

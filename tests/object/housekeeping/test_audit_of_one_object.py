@@ -19,7 +19,7 @@ from kvtier.backends.object.manifests.reconcile import Reconciliation
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 NOW = 1e9

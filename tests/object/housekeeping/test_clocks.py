@@ -23,8 +23,8 @@ from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entri
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.eviction import create_policy
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome
 
 

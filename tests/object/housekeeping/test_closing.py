@@ -22,7 +22,7 @@ from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.revocable import RevocableStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 KEYS = make_keys(4)
 

@@ -18,9 +18,9 @@ from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.core.records.record import record_bytes
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.eviction import create_policy
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Outcome, Presence
 
 KEYS = make_keys(8)

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.backends.object.housekeeping.tombstones import Tombstones
 from kvtier.backends.object.object_names import GENERATION_MAX
-from kvtier.testing.records import make_keys
+from kvtier.testing.subject import make_keys
 
 KEY, OTHER = make_keys(2)
 

@@ -18,7 +18,7 @@ from kvtier.backends.object.object_names import uses_prefix
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 KEYS = make_keys(8)

@@ -13,7 +13,7 @@ from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.manifests.merge import merge
 from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, block_key
 
 DIGEST = NAMESPACE.digest

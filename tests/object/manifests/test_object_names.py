@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.backends.object.object_names import GENERATION_MAX, block_name, parse_block
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 [KEY] = make_keys(1)
 NAME = block_name(NAMESPACE.id, KEY)

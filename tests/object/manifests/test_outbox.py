@@ -18,7 +18,7 @@ from kvtier.backends.object.manifests.outbox import Outbox
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 KEYS = make_keys(4)

@@ -20,7 +20,7 @@ from kvtier.backends.object import writer_ids
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import PutOutcome, first_bytes
-from kvtier.core.system.disk import AnyPath, Disk
+from kvtier.system.disk import AnyPath, Disk
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entri
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
 [KEY] = make_keys(1)

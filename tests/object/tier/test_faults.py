@@ -2,7 +2,7 @@
 
 from support.object.object_subjects import FOLDER
 
-from kvtier.testing.fault_suite import TierFaults
+from kvtier.testing.faults import TierFaults
 from kvtier.testing.subject import Rig
 
 

@@ -16,9 +16,9 @@ from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import StoreError, StoreFull, TimedOut, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
-from kvtier.core.records.compression import Codec
-from kvtier.core.records.record import Header, seal, verify
-from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
+from kvtier.record.codec import Codec
+from kvtier.record.record import Header, seal, verify
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import Outcome
 
 KEYS = make_keys(2)

@@ -19,10 +19,10 @@ from kvtier.backends.object.stores.errors import StoreError, StoreFull, Unavaila
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.stores.wrapper import WrappedStore
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import ByteSize, Capacity, Duration
 from kvtier.errors import MediumError
-from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import ByteSize, Capacity, Duration
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, Outcome, Presence
 
 RECORD = 12288

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from support.object.faulty_store import Fault, FaultPlan, FaultySubject
 
-from kvtier.testing.fault_suite import BLOCKS, walk
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig
+from kvtier.testing.faults import BLOCKS, walk
+from kvtier.testing.subject import Rig, make_keys
 from kvtier.types import BlockKey
 
 KINDS = (Fault.DOWN, Fault.CUT, Fault.BUSY, Fault.FULL, Fault.FLIPS, Fault.DENIES)

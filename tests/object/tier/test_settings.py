@@ -10,10 +10,10 @@ from support.object.object_servers import SECRET_KEY
 
 from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.backend import _codec
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.compression import Codec
-from kvtier.core.settings import Capacity, Duration
 from kvtier.errors import ConfigError
+from kvtier.interfaces.backend import TierContext
+from kvtier.record.codec import Codec
+from kvtier.settings import Capacity, Duration
 from kvtier.types import Namespace
 
 RECORD = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 from support.object.object_servers import SECRET_KEY, ServerProcess
 
 from kvtier import Stack
-from kvtier.core.records.record import record_bytes
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

@@ -13,8 +13,8 @@ from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.stores.errors import TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer
-from kvtier.core.inspection import Contents, Depth
-from kvtier.testing.records import make_keys, sealed
+from kvtier.inspect import Contents, Depth
+from kvtier.testing.subject import make_keys, sealed
 from kvtier.types import Namespace
 
 NAMESPACES = [Namespace(facts={"model": str(n)}, group_bytes=(4096,)) for n in range(4)]

@@ -31,10 +31,10 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
 from kvtier.core.slab.layout import keys_of
-from kvtier.core.system.disk import AnyPath, Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.eviction import create_policy
+from kvtier.system.disk import AnyPath, Disk
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
 RECORD = 12288

@@ -16,10 +16,10 @@ from support.tiers.cpu_regions import CONTEXT, opened, settings, writer
 from kvtier.backends.cpu import BACKEND
 from kvtier.backends.cpu.leftover_regions import leftovers, remove, unfinished
 from kvtier.backends.cpu.region_locks import in_use
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import Duration
 from kvtier.errors import MediumError
-from kvtier.testing.records import NAMESPACE
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import Duration
+from kvtier.testing.subject import NAMESPACE
 
 
 def test_a_region_is_in_use_from_its_owner_on_and_nothing_of_his_is_a_leftover(

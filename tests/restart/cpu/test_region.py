@@ -18,11 +18,11 @@ from kvtier.backends.cpu import huge_page_support as huge
 from kvtier.backends.cpu.leftover_regions import leftovers, regions
 from kvtier.backends.cpu.region import Region, read_header
 from kvtier.backends.cpu.region_locks import in_use
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import ByteSize, Capacity
 from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, MediumInUse
-from kvtier.testing.records import make_keys, prove
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import ByteSize, Capacity
+from kvtier.testing.subject import make_keys, prove
 from kvtier.types import Namespace, Presence
 
 OTHER = TierContext(Namespace(facts={"model": "another"}, group_bytes=(8192,)), "test")

@@ -24,18 +24,17 @@ from support.processes.mover_processes import alive, await_restart, pid_of, unti
 
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.mover import Mover, TransferKind, TransferResult
 from kvtier.core.slab import layout
 from kvtier.errors import MoverError
-from kvtier.move import process_connection
-from kvtier.move import process_mover as process
-from kvtier.move.process_mover import ProcessMover
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.mover import Mover, TransferKind, TransferResult
+from kvtier.move import process as process
+from kvtier.move import process as process_connection
+from kvtier.move.process import ProcessMover
 from kvtier.move.protocol import Hello, TierOpening, frame
 from kvtier.testing.media import MediumSettings
-from kvtier.testing.mover import MoverContract
-from kvtier.testing.mover_rig import HOST, NEAR, SOON, MoverRig
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Outcome
 
 pytestmark = pytest.mark.usefixtures("installed")
@@ -203,9 +202,9 @@ PARENT = """
 import os, sys, time
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
-from kvtier.core.interfaces.backend import TierContext
+from kvtier.interfaces.backend import TierContext
 from kvtier.core.slab import layout
-from kvtier.move.process_mover import ProcessMover
+from kvtier.move.process import ProcessMover
 from kvtier.testing.mover import HOST, NEAR, MoverRig
 from pathlib import Path
 
@@ -307,7 +306,7 @@ def test_a_process_out_of_descriptors_is_one_clear_error(
     def exhausted() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("kvtier.move.process_connection.socket.socketpair", exhausted)
+    monkeypatch.setattr("kvtier.move.process.socket.socketpair", exhausted)
     with pytest.raises(MoverError, match="Too many open files"):
         ProcessMover(media.tiers, media.context)
 

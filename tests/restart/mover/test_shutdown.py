@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from support.processes.mover_processes import await_restart, pid_of, until
 
-from kvtier.core.interfaces.mover import TransferKind
 from kvtier.errors import MoverError
-from kvtier.move import process_connection
-from kvtier.move.process_mover import ProcessMover
+from kvtier.interfaces.mover import TransferKind
+from kvtier.move import process as process_connection
+from kvtier.move.process import ProcessMover
 from kvtier.move.protocol import Ready
-from kvtier.testing.mover_rig import HOST, NEAR, SOON, MoverRig
+from kvtier.testing.mover import HOST, NEAR, SOON, MoverRig
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -16,8 +16,8 @@ from kvtier.backends.nvme.housekeeping import idle_namespaces as idle
 from kvtier.backends.nvme.housekeeping.budget_shares import Shares
 from kvtier.backends.nvme.housekeeping.updates import changes
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 OTHER = NAMESPACE.__class__(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.testing.records import make_keys, sealed
+from kvtier.testing.subject import make_keys, sealed
 from kvtier.types import BlockKey, LoadStoreSpec
 
 KEYS = make_keys(8)

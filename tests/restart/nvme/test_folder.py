@@ -17,8 +17,8 @@ from support.tiers.nvme_rig import Engine, LowDisk, child, expect
 from kvtier.backends.nvme.folder.files import is_empty, used_bytes
 from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys, sealed
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
 
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(8192,))

@@ -13,7 +13,7 @@ from support.tiers.nvme_rig import Engine
 from kvtier.backends.nvme.folder.files import halves, hold_owner, homes
 from kvtier.core.slab import layout
 from kvtier.errors import MediumError
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Namespace
 
 OTHER = Namespace(facts={"model": "another"}, group_bytes=(8192,))

@@ -9,9 +9,9 @@ from support.tiers import nvme_rig
 from support.tiers.nvme_rig import SMALL_FILES, Engine
 
 from kvtier.backends.nvme.folder.files import used_bytes
-from kvtier.core.records.record import record_bytes
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.record.record import record_bytes
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Namespace
 
 OTHER = Namespace(facts={"model": "another"}, group_bytes=NAMESPACE.group_bytes)

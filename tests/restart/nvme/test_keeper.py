@@ -28,10 +28,10 @@ from kvtier.backends.nvme.folder.slab_creation import create_slab
 from kvtier.backends.nvme.folder.slab_file import NOBODY
 from kvtier.backends.nvme.housekeeping import keeper as keeper_module
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.core.records.record import record_bytes
 from kvtier.core.slab import layout
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.record.record import record_bytes
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
@@ -124,8 +124,8 @@ from pathlib import Path
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.folder.slab_creation import create_slab
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE
 folder = NvmeFolder(Path(sys.argv[1]), NAMESPACE, Disk())
 owner, _ = folder.claim()
 create_slab(folder, owner, 8, Limits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))

@@ -12,9 +12,9 @@ from support.tiers.nvme_rig import open_files
 from kvtier.backends.nvme.folder import lock
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.lock import FolderBusy, folder_locked
-from kvtier.core.system.disk import Disk, is_locked
 from kvtier.errors import MediumError
-from kvtier.testing.records import NAMESPACE
+from kvtier.system.disk import Disk, is_locked
+from kvtier.testing.subject import NAMESPACE
 
 
 def test_a_lock_whose_file_was_removed_is_no_lock(

@@ -14,9 +14,9 @@ from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme import open_slabs as open_slabs_module
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
-from kvtier.core.records.record import Buffer, record_bytes
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, Namespace, Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

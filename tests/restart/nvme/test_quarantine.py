@@ -9,8 +9,7 @@ from support.tiers.subjects import CPU, SLABS
 
 from kvtier.backends.cpu.tier import CpuSpec
 from kvtier.backends.nvme.spec import NvmeSpec
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Rig, failures
+from kvtier.testing.subject import Rig, failures, make_keys
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 BLOCKS = 8

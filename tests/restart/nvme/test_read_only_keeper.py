@@ -16,13 +16,13 @@ from support.tiers.nvme_rig import Engine, child, expect, open_files
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.housekeeping.read_only_keeper import ReadOnlyFolder, ReadOnlyKeeper
-from kvtier.core.eviction import create_policy
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity, WritePolicy
-from kvtier.core.system.disk import AnyPath, Disk
 from kvtier.errors import MediumError
-from kvtier.testing.records import NAMESPACE, make_keys, sealed
+from kvtier.eviction import create_policy
+from kvtier.interfaces.backend import TierContext
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity, WritePolicy
+from kvtier.system.disk import AnyPath, Disk
+from kvtier.testing.subject import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
 
 OTHER = Namespace(facts={"model": "test", "dtype": "another"}, group_bytes=(8192,))

@@ -14,10 +14,10 @@ from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.folder.slab_creation import create_slab
-from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.core.system.disk import AnyPath, Disk, is_locked
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.system.disk import AnyPath, Disk, is_locked
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

@@ -18,11 +18,11 @@ from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.housekeeping import slab_watch as slab_watch_module
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
-from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.slab.layout import BAD, ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at
-from kvtier.core.system.disk import Disk
 from kvtier.errors import NotResident
-from kvtier.testing.records import NAMESPACE, blank, make_keys, prove, sealed
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

@@ -13,7 +13,7 @@ from kvtier.backends.nvme import single_thread
 from kvtier.backends.nvme import tier as tier_module
 from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.testing.records import make_keys
+from kvtier.testing.subject import make_keys
 from kvtier.types import Presence
 
 

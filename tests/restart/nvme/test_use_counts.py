@@ -22,11 +22,11 @@ from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.housekeeping.idle_namespaces import fair_share
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.eviction import create_policy
-from kvtier.core.eviction.adaptive.policy import Adaptive
 from kvtier.core.slab import layout, prompt_order
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.eviction import create_policy
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 OTHER_BYTES = [at for at in range(layout.ENTRY_BYTES) if not 16 <= at < 24]
@@ -353,7 +353,7 @@ import sys
 import time
 from pathlib import Path
 from support.tiers.nvme_rig import Engine
-from kvtier.testing.records import make_keys
+from kvtier.testing.subject import make_keys
 engine = Engine(Path(sys.argv[1]), blocks=16)
 engine.put(make_keys(16))
 print("ready", flush=True)

@@ -9,9 +9,9 @@ from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme.wear.metered_tier import written_bytes
 from kvtier.backends.nvme.wear.write_ledger import read_entry
-from kvtier.core.records.record import Buffer
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.record.record import Buffer
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome
 
 PLENTY = 1e9

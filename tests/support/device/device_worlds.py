@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvtier.core.records.record import HEADER_BYTES, Buffer, record_bytes
 from kvtier.core.slab import layout as table
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.record.record import HEADER_BYTES, Buffer, record_bytes
 from kvtier.types import BlockKey, block_key
 
 NAMESPACE = bytes(range(16))

@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 
 from kvtier.backends.cpu import Region
-from kvtier.core.costs.model import CostModel
-from kvtier.core.interfaces.handler import HostRegion
-from kvtier.core.records.record import record_bytes
-from kvtier.device.copier import DeviceCopier
-from kvtier.device.copy_plan import Blocks
+from kvtier.cost.model import CostModel
+from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct.loader import DirectLoader
-from kvtier.device.layout import DeviceLayout
+from kvtier.interfaces.handler import HostRegion
+from kvtier.record.record import record_bytes
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.scheduler.manager import ChainManager
-from kvtier.vllm.worker.rank_worker import RankWorker
+from kvtier.vllm.worker import RankWorker
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
 

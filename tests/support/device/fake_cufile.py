@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.core.records.record import part_sum
+from kvtier.record.record import part_sum
 
 
 class CompatMode(enum.IntEnum):

@@ -11,9 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from kvtier.core.records.record import part_sum
-from kvtier.device.copy_plan import Copies, Ints
-from kvtier.device.layout import DeviceLayout
+from kvtier.device.copier import Copies, DeviceLayout, Ints
+from kvtier.record.record import part_sum
 
 
 def _move(target: int, source: int, size: int) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvtier.device.cuda import cuda_runtime
+from kvtier.device.cuda import runtime as cuda_runtime
 from kvtier.device.direct.kvikio_driver import DeviceMemory, KvikioStage, device_sums
 
 

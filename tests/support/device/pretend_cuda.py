@@ -20,8 +20,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from kvtier.core.records.record import PIECE_BYTES, part_sum, pieces_of
-from kvtier.device.cuda import cuda_runtime, kernels, staging_buffers
+from kvtier.device.cuda import kernels, staging_buffers
+from kvtier.device.cuda import runtime as cuda_runtime
+from kvtier.record.record import PIECE_BYTES, part_sum, pieces_of
 
 MULTIPROCESSORS = 32
 

@@ -20,9 +20,9 @@ from kvtier.backends.object.stores.errors import (
     Unavailable,
 )
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import TierSettings
-from kvtier.core.system.disk import Disk
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import TierSettings
+from kvtier.system.disk import Disk
 from support.object.object_subjects import FolderSubject
 
 _T = TypeVar("_T")

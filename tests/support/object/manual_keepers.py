@@ -15,8 +15,8 @@ from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.eviction import create_policy
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 RECORD = 12288

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from kvtier.backends.object import BACKEND, ObjectHandler, ObjectSettings, ObjectTier
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import ByteSize, Capacity, Duration, TierSettings
-from kvtier.core.system.disk import Disk
 from kvtier.errors import MediumError
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import ByteSize, Capacity, Duration, TierSettings
+from kvtier.system.disk import Disk
 from kvtier.testing.subject import Subject
 
 

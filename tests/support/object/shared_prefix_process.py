@@ -18,12 +18,11 @@ import msgspec
 
 from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
 from kvtier.backends.object.housekeeping import gc
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import Duration, TierSettings
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, make_keys
-from kvtier.testing.subject import Rig, Subject
+from kvtier.interfaces.backend import TierContext
+from kvtier.record.record import record_bytes
+from kvtier.settings import Duration, TierSettings
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, Rig, Subject, make_keys
 from kvtier.types import BlockKey
 from support.object.object_subjects import BucketSubject, FolderSubject
 

@@ -21,16 +21,10 @@ from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.object_names import block_name, described_namespace, parse_block
 from kvtier.backends.object.stores.errors import StoreError
-from kvtier.backends.object.stores.store import (
-    Buffer,
-    ObjectInfo,
-    PutOutcome,
-    Store,
-    first_bytes,
-)
+from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store, first_bytes
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.eviction import create_policy
-from kvtier.core.records.record import HEADER_BYTES
+from kvtier.eviction import create_policy
+from kvtier.record.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 NAMESPACE = Namespace(facts={"model": "fleet"}, group_bytes=(8192,))

@@ -10,7 +10,7 @@ import pytest
 from kvtier.backends.object.object_names import description_name
 from kvtier.backends.object.stores.errors import InvalidName, LengthMismatch, StoreError, TimedOut
 from kvtier.backends.object.stores.store import PutOutcome, Store, read_description
-from kvtier.testing.records import GROUPED, NAMESPACE
+from kvtier.testing.subject import GROUPED, NAMESPACE
 from kvtier.types import NAMESPACE_BYTES_MAX
 
 HOSTILE_NAMES = [

@@ -16,9 +16,9 @@ import pytest
 
 from kvtier import Stack
 from kvtier.cli import app
-from kvtier.core.interfaces import backend as door
 from kvtier.core.slab import layout
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.interfaces import backend as door
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 from support.processes.forked_commands import ForkServer
 
@@ -64,7 +64,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from kvtier import Stack
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
     wanted = {key: payload(key) for key in make_keys(int(sys.argv[2]))}
     stack.store(wanted)

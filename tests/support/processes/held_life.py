@@ -16,9 +16,8 @@ from unittest import mock
 import msgspec
 
 from kvtier import Stack
-from kvtier.core.chain.writes.cascade import Cascade
-from kvtier.core.chain.writes.write_links import Link
-from kvtier.testing.records import NAMESPACE, make_keys, payload
+from kvtier.chain.store import Cascade, Link
+from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey
 
 

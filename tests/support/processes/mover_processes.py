@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from kvtier.core.interfaces.mover import Mover
-from kvtier.move.process_mover import ProcessMover
-from kvtier.testing.mover_rig import SOON
+from kvtier.interfaces.mover import Mover
+from kvtier.move.process import ProcessMover
+from kvtier.testing.mover import SOON
 
 
 def pid_of(mover: Mover) -> int:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Stack
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.costs.model import CostModel
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize
-from kvtier.testing.records import make_keys, payload
+from kvtier.chain.hits import Shape
+from kvtier.cost.model import CostModel
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize
+from kvtier.testing.subject import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, group_of
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler.manager import ChainManager
 
 CHUNK = 256
 TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))

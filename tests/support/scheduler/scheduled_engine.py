@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvtier.core.costs.load_runs import DEVICE, Run
-from kvtier.core.costs.model import CostModel
-from kvtier.vllm.scheduler.compute_backlog import Backlog
-from kvtier.vllm.scheduler.prefill_pace import Pace
-from kvtier.vllm.scheduler.waiting_requests import WaitingRequests
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE, Run
+from kvtier.vllm.engine_load import Backlog, Pace
+from kvtier.vllm.requests import WaitingRequests
 from support.processes.clocks import Clock
 
 CHUNK = 256

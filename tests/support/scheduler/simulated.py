@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.core.eviction.traces.trace import Request
+from kvtier.eviction.traces import Request
 from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 
 

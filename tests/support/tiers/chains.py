@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvtier.backends.memory import MemoryHandler, MemorySettings, MemoryStore, MemoryTier
-from kvtier.backends.memory.store import MemorySpec
-from kvtier.core.chain.ledger import Ledger
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.model import CostModel
-from kvtier.core.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import (
+from kvtier.chain.ledger import Ledger
+from kvtier.chain.tier_chain import TierChain
+from kvtier.cost.model import CostModel
+from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
+from kvtier.record.record import record_bytes
+from kvtier.settings import (
     Admission,
     ByteSize,
     Capacity,
@@ -21,7 +19,8 @@ from kvtier.core.settings import (
     TierSettings,
     WritePolicy,
 )
-from kvtier.testing.records import NAMESPACE, fill, make_keys, prove
+from kvtier.testing.memory import MemoryHandler, MemorySettings, MemorySpec, MemoryStore, MemoryTier
+from kvtier.testing.subject import NAMESPACE, fill, make_keys, prove
 from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

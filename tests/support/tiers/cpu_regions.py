@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.settings import ByteSize, Capacity, Persistence
-from kvtier.testing.records import NAMESPACE, fill, prove
+from kvtier.interfaces.backend import TierContext
+from kvtier.settings import ByteSize, Capacity, Persistence
+from kvtier.testing.subject import NAMESPACE, fill, prove
 from kvtier.types import BlockKey, Presence
 from support.tiers.nvme_rig import child, expect
 

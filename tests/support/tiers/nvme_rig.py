@@ -15,10 +15,10 @@ from kvtier.backends.nvme import NvmeHandler, NvmeTier
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.eviction import create_policy
-from kvtier.core.records.record import record_bytes
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import NAMESPACE, blank, prove, sealed
+from kvtier.eviction import create_policy
+from kvtier.record.record import record_bytes
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import NAMESPACE, blank, prove, sealed
 from kvtier.types import BlockKey, Namespace, Presence
 
 SLAB_BLOCKS = 4
@@ -133,7 +133,7 @@ def child(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     prelude = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from support.tiers.nvme_rig import Engine\n"
-        "from kvtier.testing.records import make_keys\n"
+        "from kvtier.testing.subject import make_keys\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", prelude + program, *map(str, arguments)],

@@ -6,22 +6,21 @@ from pathlib import Path
 
 from kvtier.backends.cpu import BACKEND as CPU_BACKEND
 from kvtier.backends.cpu import CpuSettings
-from kvtier.backends.memory import BACKEND as MEMORY_BACKEND
-from kvtier.backends.memory import MemorySettings
 from kvtier.backends.nvme import BACKEND as NVME_BACKEND
 from kvtier.backends.nvme import NvmeHandler, NvmeSettings, NvmeTier
 from kvtier.backends.nvme.folder.folder import NvmeFolder
 from kvtier.backends.nvme.folder.limits import Limits
 from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.eviction import create_policy
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.tier import Tier
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity, TierSettings
 from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.core.system.disk import Disk
-from kvtier.testing.records import make_keys
-from kvtier.testing.subject import Subject, failures
+from kvtier.eviction import create_policy
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.tier import Tier
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity, TierSettings
+from kvtier.system.disk import Disk
+from kvtier.testing.memory import BACKEND as MEMORY_BACKEND
+from kvtier.testing.memory import MemorySettings
+from kvtier.testing.subject import Subject, failures, make_keys
 from kvtier.types import BlockKey, Outcome
 
 SLAB_BLOCKS = 4

@@ -9,9 +9,9 @@ import pytest
 from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
 
 from kvtier.backends.cpu import BACKEND, early_memory, region_memory
-from kvtier.core.records.record import Buffer
-from kvtier.core.system import memory_limits
-from kvtier.testing.records import make_keys
+from kvtier.record.record import Buffer
+from kvtier.system import memory as memory_limits
+from kvtier.testing.subject import make_keys
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,10 @@ from support.tiers.subjects import CPU
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.records.record import Buffer
 from kvtier.core.slab import layout
 from kvtier.core.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
-from kvtier.testing.records import blank, make_keys, prove, sealed
-from kvtier.testing.subject import Rig, failures
+from kvtier.record.record import Buffer
+from kvtier.testing.subject import Rig, blank, failures, make_keys, prove, sealed
 from kvtier.types import LoadStoreSpec, Outcome
 
 

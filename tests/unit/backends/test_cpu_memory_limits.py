@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, huge_page_support, region_memory
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.record import Buffer
-from kvtier.core.settings import ByteSize, Capacity
-from kvtier.core.system import memory_limits
-from kvtier.core.system.populate import populate
 from kvtier.errors import MediumError
-from kvtier.testing.records import NAMESPACE
+from kvtier.interfaces.backend import TierContext
+from kvtier.record.record import Buffer
+from kvtier.settings import ByteSize, Capacity
+from kvtier.system import memory as memory_limits
+from kvtier.system.memory import populate
+from kvtier.testing.subject import NAMESPACE
 
 MIB = 1 << 20
 MEMINFO = """MemTotal: {} kB

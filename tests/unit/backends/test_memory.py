@@ -4,12 +4,12 @@ import gc
 
 import pytest
 
-from kvtier.backends.memory import BACKEND, MemoryHandler, MemorySettings, MemoryTier
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records.record import record_bytes
-from kvtier.core.settings import ByteSize, Capacity
 from kvtier.errors import ConfigError, MediumError
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.interfaces.backend import TierContext
+from kvtier.record.record import record_bytes
+from kvtier.settings import ByteSize, Capacity
+from kvtier.testing.memory import BACKEND, MemoryHandler, MemorySettings, MemoryTier
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import LoadStoreSpec, Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)

@@ -6,7 +6,7 @@ from kvtier.backends.nvme.folder.slab_file import SlabFile
 from kvtier.backends.nvme.slot_numbering import Place, Places
 from kvtier.backends.nvme.spec import SLOT_BITS
 from kvtier.core.slab.layout import SlabHeader
-from kvtier.testing.records import NAMESPACE
+from kvtier.testing.subject import NAMESPACE
 
 
 def slab(number: int, slots: int) -> SlabFile:

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 from support.tiers.chains import KEYS, REST, ChainRig, rule
 
-from kvtier.backends.memory import MemoryTier
-from kvtier.core.chain.writes import write_links
-from kvtier.core.settings import Admission, WritePolicy
-from kvtier.testing.records import make_keys
+from kvtier.chain import store as write_links
+from kvtier.settings import Admission, WritePolicy
+from kvtier.testing.memory import MemoryTier
+from kvtier.testing.subject import make_keys
 from kvtier.types import Outcome, TierStats
 
 THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER

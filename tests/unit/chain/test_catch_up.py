@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiers.chains import KEYS, REST, SLOT, ChainRig, Outliving, rule
 
-from kvtier.backends.memory import MemoryStore
-from kvtier.core.chain.plan import LinkPlan
-from kvtier.core.chain.writes.cascade import STEP_BLOCKS
-from kvtier.core.chain.writes.catch_up import LOOKED_AT, PATIENCE_S, PAUSE_S, CatchUp
-from kvtier.core.chain.writes.write_links import Link
-from kvtier.core.settings import Admission, WritePolicy
+from kvtier.chain.plan import LinkPlan
+from kvtier.chain.store import LOOKED_AT, PATIENCE_S, PAUSE_S, STEP_BLOCKS, CatchUp, Link
 from kvtier.core.slab.recovered import Survivors
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.settings import Admission, WritePolicy
+from kvtier.testing.memory import MemoryStore
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome
 
 LATER = PATIENCE_S + 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 
-from kvtier.core.chain.plan import HOST
-from kvtier.core.chain.stats import direct
-from kvtier.core.costs.load_runs import DEVICE
-from kvtier.core.costs.model import CostModel
-from kvtier.core.settings import WritePolicy
+from kvtier.chain.plan import HOST
+from kvtier.chain.stats import direct
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE
 from kvtier.errors import NotResident
+from kvtier.settings import WritePolicy
 from kvtier.types import Outcome, Presence
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS

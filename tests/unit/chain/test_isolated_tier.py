@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.tiers.chains import KEYS, ChainRig, is_quiet, rule
 
-from kvtier.backends.memory import MemorySpec, MemoryTier
-from kvtier.core.chain.isolated_tier import IsolatedTier
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.testing.records import NAMESPACE
+from kvtier.chain.isolated_tier import IsolatedTier
+from kvtier.chain.tier_chain import TierChain
+from kvtier.testing.memory import MemorySpec, MemoryTier
+from kvtier.testing.subject import NAMESPACE
 from kvtier.types import BlockKey, Outcome, Presence, Reservation
 
 FAR = 1e9

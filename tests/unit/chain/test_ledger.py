@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers.chains import KEYS, ChainRig, is_quiet
 
-from kvtier.core.chain.in_flight import Ticket, split
-from kvtier.core.chain.ledger import Ledger
-from kvtier.core.interfaces.mover import Transfer, TransferResult
+from kvtier.chain.ledger import Ledger, Ticket, split
 from kvtier.errors import NotResident
-from kvtier.testing.records import make_keys
+from kvtier.interfaces.mover import Transfer, TransferResult
+from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence
 
 FAR = 1e9

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.tiers.chains import KEYS, LOAD_DEADLINE, REST, ChainRig, rule
 
-from kvtier.core.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.settings import WritePolicy
+from kvtier.chain.plan import COMING, JOINING, NOWHERE
+from kvtier.interfaces.mover import TransferKind
+from kvtier.settings import WritePolicy
 from kvtier.types import Outcome, Presence
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiers.chains import rule
 
-from kvtier.backends.memory import MemorySpec
-from kvtier.core.chain.plan import (
+from kvtier.chain.plan import (
     COMING,
     HOST,
     JOINING,
@@ -25,9 +24,10 @@ from kvtier.core.chain.plan import (
     plan_room,
     plan_runs,
 )
-from kvtier.core.costs.load_runs import DEVICE, Run
-from kvtier.core.settings import Admission, WritePolicy
-from kvtier.testing.records import make_keys
+from kvtier.cost.rates import DEVICE, Run
+from kvtier.settings import Admission, WritePolicy
+from kvtier.testing.memory import MemorySpec
+from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey, Presence
 
 KEYS = make_keys(4)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from support.tiers.chains import KEYS, LOAD_DEADLINE, ChainRig, is_quiet, rule
 
-from kvtier.core.chain.ahead.prefetch_share import LEAST, PrefetchShare
-from kvtier.core.chain.stats import PrefetchStats
-from kvtier.core.costs.hit_decision import Decision
-from kvtier.core.costs.model import CostModel
-from kvtier.core.settings import PrefetchSettings, WritePolicy
+from kvtier.chain.hits import Decision
+from kvtier.chain.prefetch import LEAST, PrefetchShare
+from kvtier.chain.stats import PrefetchStats
+from kvtier.cost.model import CostModel
+from kvtier.settings import PrefetchSettings, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 
 SLOTS = 16

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.core.chain.loads.promises import Promises
-from kvtier.core.chain.plan import COMING, HOST, JOINING, NOWHERE
-from kvtier.testing.records import make_keys
+from kvtier.chain.lookup import Promises
+from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
+from kvtier.testing.subject import make_keys
 
 KEYS = make_keys(14)
 LOWER = (1, 2)

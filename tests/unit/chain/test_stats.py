@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.chain import stats
-from kvtier.core.chain.in_flight import Move, Settled
-from kvtier.core.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.core.chain.stats import PrefetchStats, Sample, Tally, name_links
-from kvtier.core.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.chain import stats
+from kvtier.chain.ledger import Move, Settled
+from kvtier.chain.plan import COMING, JOINING, NOWHERE
+from kvtier.chain.stats import PrefetchStats, Sample, Tally, name_links
+from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome, SlotSpec
 
 MEDIA = ["cpu", "disk", "bucket"]

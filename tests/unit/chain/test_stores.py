@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.tiers.chains import KEYS, REST, SLOT, STORE_DEADLINE, ChainRig, rule
 
-from kvtier.core.chain.writes.cascade import STEP_BLOCKS
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.settings import Admission, WritePolicy
-from kvtier.testing.records import make_keys
+from kvtier.chain.store import STEP_BLOCKS
+from kvtier.interfaces.mover import TransferKind
+from kvtier.settings import Admission, WritePolicy
+from kvtier.testing.subject import make_keys
 from kvtier.types import EventKind, Outcome, Presence
 
 THROUGH, ON_EVICT, NEVER = WritePolicy.THROUGH, WritePolicy.ON_EVICT, WritePolicy.NEVER

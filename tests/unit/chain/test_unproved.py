@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from support.tiers.chains import KEYS, ChainRig, rule
 
-from kvtier.core.chain.in_flight import Ticket
-from kvtier.core.settings import WritePolicy
+from kvtier.chain.ledger import Ticket
+from kvtier.settings import WritePolicy
 from kvtier.types import BlockKey, Outcome
 
 FAR = 1e9

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.tiers.chains import KEYS, LOAD_DEADLINE, ChainRig
 
-from kvtier.core.chain.ahead.warm_up import LONGEST_S
-from kvtier.core.settings import PrefetchSettings
+from kvtier.chain.prefetch import LONGEST_S
+from kvtier.settings import PrefetchSettings
 from kvtier.types import Outcome
 
 WARM = PrefetchSettings(restart=0.75)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 
-from kvtier.core.settings import WritePolicy
 from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.settings import WritePolicy
 
 FAR = 1e12
 

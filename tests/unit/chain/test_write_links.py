@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiers.chains import SLOT, ChainRig, rule
 
-from kvtier.backends.memory import MemoryStore, MemoryTier
-from kvtier.core.chain.health import DOUBLINGS, KEYS_KEPT, Health
-from kvtier.core.chain.plan import LinkPlan
-from kvtier.core.chain.writes.write_links import MISSED_KEPT, Link, Touches
-from kvtier.core.settings import Admission, WritePolicy
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.chain.health import DOUBLINGS, KEYS_KEPT, Health
+from kvtier.chain.plan import LinkPlan
+from kvtier.chain.store import MISSED_KEPT, Link, Touches
+from kvtier.settings import Admission, WritePolicy
+from kvtier.testing.memory import MemoryStore, MemoryTier
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome, block_key
 
 KEYS = make_keys(8)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config.document import DEPTH_MAX, NODES_MAX, Document
-from kvtier.config.yaml_positions import FILE_BYTES_MAX
+from kvtier.config.document import DEPTH_MAX, FILE_BYTES_MAX, NODES_MAX, Document
 from kvtier.errors import ConfigErrors
 
 

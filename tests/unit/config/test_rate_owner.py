@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import StackConfig, load
-from kvtier.config.rate_owner import rate_owner, rates_folder
+from kvtier.config.loader import rate_owner, rates_folder
 
 
 def a_stack(folder: Path, **rates: object) -> StackConfig:

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from kvtier.config import StackConfig
-from kvtier.config.json_schema import Schema, descriptions, json_schema
-from kvtier.config.reference import reference
-from kvtier.core.interfaces.backend import kinds
-from kvtier.core.settings import ByteSize, TierSettings, WritePolicy
+from kvtier.config.schema import Schema, descriptions, json_schema, reference
+from kvtier.interfaces.backend import kinds
+from kvtier.settings import ByteSize, TierSettings, WritePolicy
 
 KINDS = ["bench", "shelf"]
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from kvtier.config import MoverMode, StackConfig, effective, folders, load
-from kvtier.config.document import DEPTH_MAX
-from kvtier.config.yaml_positions import FILE_BYTES_MAX
-from kvtier.core.settings import Admission, ByteSize, Capacity, Duration, WritePolicy
+from kvtier.config.document import DEPTH_MAX, FILE_BYTES_MAX
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
+from kvtier.settings import Admission, ByteSize, Capacity, Duration, WritePolicy
 
 pytestmark = pytest.mark.usefixtures("other_tiers")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.core.settings.values import (
+from kvtier.settings import (
     ByteSize,
     Capacity,
     Duration,

@@ -13,9 +13,8 @@ from statistics import mean
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.core.costs.kept_rates import Rates
-from kvtier.core.costs.load_runs import DEVICE, Run
-from kvtier.core.costs.model import CostModel
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE, Rates, Run
 
 CHUNK, CHUNK_BYTES = 256, 32 << 20
 TOKENS_A_SECOND = 40_000.0

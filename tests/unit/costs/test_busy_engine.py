@@ -15,13 +15,10 @@ from statistics import mean
 
 import pytest
 
-from kvtier.core.costs.cost_settings import CostSettings
-from kvtier.core.costs.load_runs import Run
-from kvtier.core.costs.model import CostModel
-from kvtier.vllm.scheduler.compute_backlog import Backlog
-from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
-from kvtier.vllm.scheduler.prefill_pace import Pace
-from kvtier.vllm.scheduler.waiting_requests import WaitingRequests
+from kvtier.cost.model import CostModel, CostSettings
+from kvtier.cost.rates import Run
+from kvtier.vllm.engine_load import Backlog, Pace
+from kvtier.vllm.requests import LoadDeadlines, WaitingRequests
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

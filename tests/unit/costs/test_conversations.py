@@ -24,8 +24,8 @@ from support.scheduler.scheduled_engine import (
     settled,
 )
 
-from kvtier.core.costs.load_runs import DEVICE, Offer, Run
-from kvtier.core.costs.model import CostModel
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE, Offer, Run
 
 COMPUTED = 38_000.0 * TOKEN_BYTES
 """So many bytes a second take as long as computing them, at the head of a prompt."""

@@ -10,16 +10,24 @@ from typing import NamedTuple
 import pytest
 from support.tiers.chains import ChainRig, rule
 
-from kvtier.core.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.core.chain.stats import Tally
-from kvtier.core.costs.chunk_spans import Shape, Span, junction
-from kvtier.core.costs.cost_settings import Prior
-from kvtier.core.costs.hit_decision import Appraiser, Decision
-from kvtier.core.costs.hit_offers import OFFERS_MAX, Room, offers, stops, thin
-from kvtier.core.costs.load_runs import DEVICE, Offer, Run
-from kvtier.core.costs.model import CostModel
-from kvtier.core.settings import WritePolicy
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.chain.hits import (
+    OFFERS_MAX,
+    Appraiser,
+    Decision,
+    Room,
+    Shape,
+    Span,
+    junction,
+    offers,
+    stops,
+    thin,
+)
+from kvtier.chain.plan import COMING, JOINING, NOWHERE
+from kvtier.chain.stats import Tally
+from kvtier.cost.model import CostModel, Prior
+from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.settings import WritePolicy
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 CHUNK = 256

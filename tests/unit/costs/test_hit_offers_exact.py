@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.core.chain.plan import COMING, HOST, JOINING, NOWHERE
-from kvtier.core.chain.stats import Tally
-from kvtier.core.costs.chunk_spans import (
+from kvtier.chain.hits import (
+    Appraiser,
+    Decision,
+    Room,
     Shape,
     Span,
     asked,
@@ -21,15 +22,17 @@ from kvtier.core.costs.chunk_spans import (
     junction,
     kept_within,
     needed,
+    offers,
+    stops,
     whole,
     windowed,
     woven,
 )
-from kvtier.core.costs.hit_decision import Appraiser, Decision
-from kvtier.core.costs.hit_offers import Room, offers, stops
-from kvtier.core.costs.load_runs import DEVICE, Offer
-from kvtier.core.costs.model import CostModel
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
+from kvtier.chain.stats import Tally
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE, Offer
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 STEP = 4
 NAMES = ["cpu", "disk", "bucket"]

@@ -10,18 +10,20 @@ from pathlib import Path
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.core.costs.kept_rates import (
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import (
     BYTES_MAX,
+    DEVICE,
+    PAGEABLE,
     KeptLink,
     KeptPrefill,
     Owner,
     Rates,
+    Run,
     decode,
     encode,
 )
-from kvtier.core.costs.load_runs import DEVICE, PAGEABLE, Run
-from kvtier.core.costs.model import CostModel
-from kvtier.core.costs.rates_file import FILES_MAX, RateKeeper, RatesFile, rates_in
+from kvtier.cost.saved_rates import FILES_MAX, RateKeeper, RatesFile, rates_in
 
 GIB = 1 << 30
 OWNER = Owner("this machine", "a device", "a model", "a stack")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.costs.link_rates import DeviceRate, Line, LinkRate
+from kvtier.cost.rates import DeviceRate, Line, LinkRate
 
 
 def a_line() -> Line:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.core.costs.cost_settings import CostSettings, Prior
-from kvtier.core.costs.load_runs import DEVICE, Run
-from kvtier.core.costs.model import CostModel
+from kvtier.cost.model import CostModel, CostSettings, Prior
+from kvtier.cost.rates import DEVICE, Run
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

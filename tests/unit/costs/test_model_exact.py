@@ -8,9 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from kvtier.core.costs.cost_settings import Prior
-from kvtier.core.costs.load_runs import DEVICE, Offer, Run
-from kvtier.core.costs.model import CostModel
+from kvtier.cost.model import CostModel, Prior
+from kvtier.cost.rates import DEVICE, Offer, Run
 
 PER_BLOCK = 128
 NAMES = ("disk", "bucket", "tape")

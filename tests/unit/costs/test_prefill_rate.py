@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.core.costs.load_runs import Run
-from kvtier.core.costs.model import CostModel
-from kvtier.core.costs.prefill_rate import Prefill
+from kvtier.cost.model import CostModel, Prefill
+from kvtier.cost.rates import Run
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

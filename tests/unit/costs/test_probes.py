@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.core.costs.cost_settings import CostSettings
-from kvtier.core.costs.load_runs import DEVICE, Offer, Run
-from kvtier.core.costs.model import CostModel
+from kvtier.cost.model import CostModel, CostSettings
+from kvtier.cost.rates import DEVICE, Offer, Run
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20

@@ -9,12 +9,10 @@ from array import array
 import pytest
 from support.scheduler.eviction_requests import chats, keys
 
-from kvtier.core.eviction import create_policy
-from kvtier.core.eviction.adaptive.block_kinds import MARK_MAX, SHARED, shared_kind
-from kvtier.core.eviction.adaptive.policy import Adaptive
-from kvtier.core.eviction.policy import fingerprint
-from kvtier.core.eviction.traces.replay import replay
-from kvtier.core.eviction.traces.trace import Request
+from kvtier.eviction import create_policy
+from kvtier.eviction.adaptive import MARK_MAX, SHARED, Adaptive, shared_kind
+from kvtier.eviction.policy import fingerprint
+from kvtier.eviction.traces import Request, replay
 
 
 class TestAdaptive:

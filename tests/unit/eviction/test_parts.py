@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.eviction.belady import replay_belady
-from kvtier.core.eviction import create_policy
-from kvtier.core.eviction.adaptive.block_kinds import (
+from kvtier.errors import ConfigError
+from kvtier.eviction import create_policy
+from kvtier.eviction.adaptive import (
     KINDS,
     MARK_MAX,
     RESTORED,
@@ -26,14 +27,10 @@ from kvtier.core.eviction.adaptive.block_kinds import (
     pause_of,
     shared_kind,
 )
-from kvtier.core.eviction.adaptive.history import SAMPLED_IN, History
-from kvtier.core.eviction.adaptive.prefix_runs import Runs
-from kvtier.core.eviction.adaptive.reuse_forecast import AGES, Forecast, age_steps
-from kvtier.core.eviction.ghost_lists import Ghosts
-from kvtier.core.eviction.slot_lists import NOWHERE
-from kvtier.core.eviction.traces.replay import replay
-from kvtier.core.eviction.traces.trace import Request, read_trace
-from kvtier.errors import ConfigError
+from kvtier.eviction.forecast import AGES, SAMPLED_IN, Forecast, History, Runs, age_steps
+from kvtier.eviction.ghost_lists import Ghosts
+from kvtier.eviction.lru import NOWHERE
+from kvtier.eviction.traces import Request, read_trace, replay
 
 
 def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -8,10 +8,10 @@ from collections.abc import Container
 import pytest
 from support.scheduler.eviction_requests import chats, keys
 
-from kvtier.core.eviction import create_policy, policy_names
-from kvtier.core.eviction.arc import ARC
-from kvtier.core.eviction.s3fifo import S3FIFO
-from kvtier.core.eviction.traces.replay import replay
+from kvtier.eviction import create_policy, policy_names
+from kvtier.eviction.arc import ARC
+from kvtier.eviction.s3fifo import S3FIFO
+from kvtier.eviction.traces import replay
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.core.eviction import UNKNOWN, create_policy, policy_names
+from kvtier.eviction import UNKNOWN, create_policy, policy_names
 
 SLOTS_MAX = 40
 FIXED_BYTES = 400_000

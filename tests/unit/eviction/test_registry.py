@@ -9,9 +9,10 @@ import pytest
 from support.scheduler.eviction_requests import keys
 
 from kvtier.config import load
-from kvtier.core.eviction import create_policy, policy_class, policy_names, registry
-from kvtier.core.eviction.policy import EvictionPolicy
 from kvtier.errors import ConfigError, ConfigErrors
+from kvtier.eviction import create_policy, policy_class, policy_names
+from kvtier.eviction import policy as registry
+from kvtier.eviction.policy import EvictionPolicy
 
 
 class TestRegistry:
@@ -27,7 +28,7 @@ class TestRegistry:
         )
         (tmp_path / "raising_policies.py").write_text("raise RuntimeError('no device is here')\n")
         (tmp_path / "other_policies.py").write_text(
-            "from kvtier.core.eviction.lru import LRU\n"
+            "from kvtier.eviction.lru import LRU\n"
             "class Oldest(LRU):\n    name = 'oldest'\n"
             "WRONG = 3\n"
         )

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.interfaces.mover import Transfer, TransferKind
-from kvtier.core.records.record import Buffer
-from kvtier.move.batch_carrier import Carrier
+from kvtier.interfaces.handler import Handler, HostHandler
+from kvtier.interfaces.mover import Transfer, TransferKind
 from kvtier.move.queues import Batch, Job
-from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
+from kvtier.move.threads import Carrier
+from kvtier.record.record import Buffer
+from kvtier.testing.subject import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 HOST, NEAR, FAR = 0, 1, 2

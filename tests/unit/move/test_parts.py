@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
-from kvtier.core.records.record import ALIGN, record_bytes
-from kvtier.move.queues import Batch, Job, Lane
-from kvtier.move.staging_buffers import StagingPool
-from kvtier.move.transfer_counts import TransferCounts
-from kvtier.testing.records import make_keys
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.move.queues import Batch, Job, Lane, StagingPool
+from kvtier.move.threads import TransferCounts
+from kvtier.record.record import ALIGN, record_bytes
+from kvtier.testing.subject import make_keys
 from kvtier.types import Outcome, SlotSpec
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.errors import MoverError
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.move import protocol
 from kvtier.move.protocol import (
     Answer,
@@ -25,7 +25,7 @@ from kvtier.move.protocol import (
     requests,
 )
 from kvtier.testing.media import FileSpec, HostSpec
-from kvtier.testing.records import make_keys
+from kvtier.testing.subject import make_keys
 from kvtier.types import Outcome
 
 TRANSFER = Transfer(

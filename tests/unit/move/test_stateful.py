@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.core.interfaces.handler import Handler, HostHandler
-from kvtier.core.interfaces.mover import Transfer, TransferKind, TransferResult
-from kvtier.core.records.record import HEADER_BYTES, Buffer, record_bytes
-from kvtier.move.thread_mover import ThreadMover
-from kvtier.testing.records import fill, make_keys, prove
+from kvtier.interfaces.handler import Handler, HostHandler
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.move.threads import ThreadMover
+from kvtier.record.record import HEADER_BYTES, Buffer, record_bytes
+from kvtier.testing.subject import fill, make_keys, prove
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec
 
 NAMESPACE = Namespace(facts={"model": "stateful"}, group_bytes=(64,))

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.interfaces.mover import Mover, TransferKind
-from kvtier.move import batch_carrier
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.mover import Mover, TransferKind
+from kvtier.move import threads as batch_carrier
 from kvtier.move.queues import Job
-from kvtier.move.thread_mover import ThreadMover
+from kvtier.move.threads import ThreadMover
 from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
-from kvtier.testing.mover import MoverContract
-from kvtier.testing.mover_rig import SOON, MoverRig
+from kvtier.testing.mover import SOON, MoverContract, MoverRig
 from kvtier.types import Outcome
 
 
@@ -145,7 +144,7 @@ class TestThreadMover(MoverContract):
     def test_close_does_not_wait_for_ever(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvtier.move.thread_mover.CLOSE_SECONDS", 0.05)
+        monkeypatch.setattr("kvtier.move.threads.CLOSE_SECONDS", 0.05)
         rig.media[1].hold([0])
         load = rig.load([0])
         rig.media[1].next_call()

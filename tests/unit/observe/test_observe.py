@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from support.scheduler.simulated import simulate
 
-from kvtier.core.eviction import create_policy
-from kvtier.core.eviction.traces.replay import replay
-from kvtier.core.eviction.traces.trace import Request
-from kvtier.core.settings import Admission, WritePolicy
 from kvtier.errors import ConfigError
+from kvtier.eviction import create_policy
+from kvtier.eviction.traces import Request, replay
 from kvtier.observe import human
 from kvtier.observe.kv_shape import read_shape, shape_of
 from kvtier.observe.simulate import TierPlan
 from kvtier.observe.svg import bars, lines
+from kvtier.settings import Admission, WritePolicy
 
 
 class TestHuman:

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 from support.scheduler.simulated import simulate
 
-from kvtier.core.chain.writes.write_links import Touches
-from kvtier.core.eviction import UNKNOWN, create_policy
-from kvtier.core.eviction.traces.trace import Request
-from kvtier.core.settings import Admission, WritePolicy
+from kvtier.chain.store import Touches
 from kvtier.errors import KVTierError
+from kvtier.eviction import UNKNOWN, create_policy
+from kvtier.eviction.traces import Request
 from kvtier.observe import simulate as simulate_module
 from kvtier.observe.forked_workers import spread
 from kvtier.observe.simulate import TierPlan, Trace, simulate_all
 from kvtier.observe.trace_sample import sample
+from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from kvtier.core.interfaces.backend import Backend, TierContext
-from kvtier.core.settings import ByteSize, Count, Secret, TierSettings, WritePolicy
 from kvtier.errors import ConfigError
+from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.settings import ByteSize, Count, Secret, TierSettings, WritePolicy
 from kvtier.types import LoadStoreSpec
 
 

@@ -12,8 +12,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.records.compression import CODEC_NAMES, Codec, codec_for, decode, encode
 from kvtier.errors import FormatError
+from kvtier.record.codec import CODEC_NAMES, Codec, codec_for, decode, encode
 
 
 def joined(pieces: list[memoryview]) -> memoryview:

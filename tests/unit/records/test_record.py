@@ -14,7 +14,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.records.record import (
+from kvtier.errors import FormatError
+from kvtier.record.record import (
     CODEC_RAW,
     HEADER_BYTES,
     PIECE_BYTES,
@@ -27,7 +28,6 @@ from kvtier.core.records.record import (
     seal,
     verify,
 )
-from kvtier.errors import FormatError
 from kvtier.types import (
     GROUP_BYTES,
     GROUPS_MAX,

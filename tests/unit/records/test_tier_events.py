@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from kvtier.backends.memory import BACKEND, MemorySettings
-from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.records import tier_events as events_module
-from kvtier.core.records.tier_events import Events
-from kvtier.core.settings import ByteSize, Capacity
-from kvtier.testing.records import NAMESPACE, make_keys
+from kvtier.interfaces import events as events_module
+from kvtier.interfaces.backend import TierContext
+from kvtier.interfaces.events import Events
+from kvtier.settings import ByteSize, Capacity
+from kvtier.testing.memory import BACKEND, MemorySettings
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, EventKind
 
 STORED, REMOVED = EventKind.STORED, EventKind.REMOVED

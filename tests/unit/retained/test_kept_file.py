@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.kept_list import KeptList
 from kvtier.core.retained.retained_blocks import BLOCKS_MAX, RetainedBlocks
-from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.testing.records import make_keys
+from kvtier.system.disk import Disk
+from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 
 OURS = b"n" * 16

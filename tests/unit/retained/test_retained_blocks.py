@@ -7,13 +7,8 @@ import math
 import pytest
 
 from kvtier.core.retained.refused_blocks import RefusedBlocks
-from kvtier.core.retained.retained_blocks import (
-    PINNED,
-    SESSIONS_MAX,
-    RetainedBlocks,
-    is_session,
-)
-from kvtier.testing.records import make_keys
+from kvtier.core.retained.retained_blocks import PINNED, SESSIONS_MAX, RetainedBlocks, is_session
+from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 
 KEYS = make_keys(64)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import open_files
 
-from kvtier.core.system.disk import Disk, is_locked, lock_within, read_all, write_all
+from kvtier.system.disk import Disk, is_locked, lock_within, read_all, write_all
 
 DISK = Disk()
 

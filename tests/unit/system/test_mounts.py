@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.system.mounts import mounted
+from kvtier.system.disk import mounted
 
 
 @pytest.mark.parametrize("name", [b"with a blank", "données\u00a0".encode(), b"no\xfftext"])

@@ -13,9 +13,9 @@ import pytest
 
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region
-from kvtier.core.system import numa
-from kvtier.core.system.disk import Disk
-from kvtier.core.system.numa import Topology
+from kvtier.system import numa
+from kvtier.system.disk import Disk
+from kvtier.system.numa import Topology
 
 
 def write(path: Path, text: str) -> None:
@@ -121,7 +121,7 @@ def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
 # As Docker's own profile does to who has not CAP_SYS_NICE: `mbind` fails, all else goes on.
 FILTERED = """
 import ctypes, struct
-from kvtier.core.system import numa
+from kvtier.system import numa
 number = numa._MBIND[numa.platform.machine()]
 if_it_is, refused, allowed = 0x15, 0x00050000 | 1, 0x7FFF0000
 steps = [(0x20, 0, 0, 0), (if_it_is, 0, 1, number), (6, 0, 0, refused), (6, 0, 0, allowed)]

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from kvtier.core.system import populate as module
-from kvtier.core.system.populate import Populating, populate
+from kvtier.system import memory as module
+from kvtier.system.memory import Populating, populate
 
 
 def test_all_of_a_file_s_memory_is_there_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,10 @@ from support.processes.clocks import Clock
 from support.scheduler.asking import FULL, manager, stored
 
 from kvtier import Stack
-from kvtier.core.costs.load_runs import DEVICE, PAGEABLE, Run
-from kvtier.core.costs.model import CostModel
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE, PAGEABLE, Run
+from kvtier.vllm.engine_load import Backlog, Pace
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler.compute_backlog import Backlog
-from kvtier.vllm.scheduler.prefill_pace import Pace
 
 TOKENS = 1000
 """In a second."""

@@ -24,14 +24,15 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.settings import ByteSize
+from kvtier.chain.hits import Shape
+from kvtier.settings import ByteSize
 from kvtier.types import BlockKey, Presence
-from kvtier.vllm.hooks.request_hints import said_of
-from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler.hint_actions import (
+from kvtier.vllm.hints import (
     ACTIONS_MAX,
+    AWAITED_S,
+    BEGINS_S,
     DIRECTIVES_MAX,
+    PREFETCHES_MAX,
     Action,
     LetGo,
     Prefetch,
@@ -39,7 +40,8 @@ from kvtier.vllm.scheduler.hint_actions import (
     Retain,
     Understanding,
 )
-from kvtier.vllm.scheduler.hints import AWAITED_S, BEGINS_S, PREFETCHES_MAX
+from kvtier.vllm.hooks.request_hints import said_of
+from kvtier.vllm.protocol import Report
 
 
 def action(type: str, payload: dict[str, Any] | None = None, version: str = "1.0") -> Action:

@@ -24,15 +24,15 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.chain.in_flight import Ticket
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.costs.link_rates import GRACE_S
-from kvtier.core.costs.model import CostModel
-from kvtier.core.system.disk import Disk
+from kvtier.chain.hits import Shape
+from kvtier.chain.ledger import Ticket
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import GRACE_S
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.scheduler.load_deadlines import LoadDeadlines
-from kvtier.vllm.scheduler.manager import ChainManager
+from kvtier.vllm.requests import LoadDeadlines
 
 
 class Gate:

@@ -20,8 +20,8 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.testing.records import make_keys
+from kvtier.chain.hits import Shape
+from kvtier.testing.subject import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
 from kvtier.vllm.protocol import NO_SLOT, Report
 
@@ -80,7 +80,7 @@ def test_a_load_that_cannot_be_prepared_is_not_tried_for_ever(
     ends = asking.keys(4)
     stored(stack, ends)
     assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
-    monkeypatch.delattr("kvtier.core.chain.tier_chain.TierChain.begin_load")
+    monkeypatch.delattr("kvtier.chain.tier_chain.TierChain.begin_load")
     with pytest.raises(AttributeError):
         asking.manager.prepare_load(list(ends), "a")
     assert asking.hit("a", ends, 4 * CHUNK) == 0

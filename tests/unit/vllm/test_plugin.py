@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.hooks.embedding_inputs import (
-    OURS,
-    allow_as_without_us,
-    brings_no_embeddings,
-)
+from kvtier.vllm.hooks.embedding_inputs import OURS, allow_as_without_us, brings_no_embeddings
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.settings import ByteSize
+from kvtier.chain.hits import Shape
+from kvtier.settings import ByteSize
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler.prefill_handoff import WAIT_S, answer, is_expected
+from kvtier.vllm.requests import WAIT_S, answer, is_expected
 
 SHAPES = [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE), (WINDOW, STATE)]
 TOKENS = 8 * CHUNK + 1
@@ -118,7 +118,7 @@ def test_that_nothing_comes_is_not_said_of_every_request(
     disk: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where two engines share nothing, by mistake, each request would be a line in the log."""
-    caplog.set_level("INFO", "kvtier.vllm.scheduler.prefill_handoff")
+    caplog.set_level("INFO", "kvtier.vllm.requests")
     engine = Answering(disk, (FULL,))
 
     def in_vain(number: int) -> int:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.core.costs.model import CostModel
-from kvtier.vllm.scheduler.prefill_pace import Pace, prompt_tokens
+from kvtier.cost.model import CostModel
+from kvtier.vllm.engine_load import Pace, prompt_tokens
 
 
 @pytest.fixture

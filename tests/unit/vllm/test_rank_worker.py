@@ -13,17 +13,15 @@ from support.device.direct_engine import Tensor
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.core.interfaces.handler import HostRegion
-from kvtier.core.records.record import record_bytes
-from kvtier.device.copier import DeviceCopier
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import CpuCopier
-from kvtier.device.layout import DeviceLayout
-from kvtier.testing.records import make_keys
+from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout
+from kvtier.device.cpu import CpuCopier
+from kvtier.interfaces.handler import HostRegion
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace, Outcome
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry
-from kvtier.vllm.scheduler.manager import ChainManager
-from kvtier.vllm.worker.rank_worker import Ended, RankWorker
+from kvtier.vllm.worker import Ended, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
 

@@ -19,15 +19,15 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.costs.load_runs import DEVICE
-from kvtier.core.costs.model import CostModel
-from kvtier.testing.records import make_keys
+from kvtier.chain.hits import Shape
+from kvtier.chain.tier_chain import TierChain
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE
+from kvtier.testing.subject import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
-from kvtier.vllm.scheduler.manager import ChainManager
-from kvtier.vllm.scheduler.request_state import RequestState
+from kvtier.vllm.requests import RequestState
 
 
 @pytest.fixture

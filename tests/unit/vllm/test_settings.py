@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.scheduler import prefill_handoff
+from kvtier.vllm import requests as prefill_handoff
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,

@@ -20,10 +20,10 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.settings import ByteSize
+from kvtier.chain.hits import Shape
+from kvtier.settings import ByteSize
 from kvtier.types import BlockKey, Presence
-from kvtier.vllm.scheduler.waiting_prefetches import NEW_LOOKS, Waits
+from kvtier.vllm.waiting_prefetches import NEW_LOOKS, Waits
 
 
 @pytest.fixture

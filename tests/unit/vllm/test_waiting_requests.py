@@ -20,11 +20,11 @@ from support.scheduler.asking import (
 )
 
 from kvtier import Stack
-from kvtier.core.chain.tier_chain import TierChain
-from kvtier.core.costs.chunk_spans import Shape
+from kvtier.chain.hits import Shape
+from kvtier.chain.tier_chain import TierChain
 from kvtier.types import BlockKey, group_of
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler.load_deadlines import PATIENCE_S
+from kvtier.vllm.requests import PATIENCE_S
 
 
 @pytest.fixture

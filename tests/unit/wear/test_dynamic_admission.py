@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.wear.dynamic_admission import DynamicAdmission
 from kvtier.core.wear.earned_hits import EarnedHits, kind_of
-from kvtier.testing.records import make_keys
+from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 
 FAR = 1e9

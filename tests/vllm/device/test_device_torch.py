@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.core.records.record import part_sum
-from kvtier.device.cpu_copier import PageCopier, host_arrays
-from kvtier.device.layout import DeviceLayout
-from kvtier.device.load_proofs import Parts
+from kvtier.device.copier import DeviceLayout
+from kvtier.device.cpu import PageCopier, host_arrays
+from kvtier.device.proofs import Parts
+from kvtier.record.record import part_sum
 
 pytestmark = pytest.mark.vllm
 
@@ -41,9 +41,9 @@ def said_by(program: str, folder: Path | None = None, *, interpreted: bool = Tru
 _KERNELS = """
 import numpy as np
 import torch
-from kvtier.core.records.record import part_sum, pieces_of, sum_of
+from kvtier.record.record import part_sum, pieces_of, sum_of
 from kvtier.device.cuda import checksum_kernels, kernels
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.cuda.staging_buffers import references_of
 
 rng = np.random.default_rng(0)
@@ -235,8 +235,8 @@ from kvtier.backends.cpu import Region, sharing
 from kvtier.core.slab.layout import read_entries
 from kvtier.core.slab.pieces import pinning_order
 from kvtier.device.cuda import cuda_device as cuda
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.idle_times import Steps
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.queue import Steps
 
 pages = np.zeros((16, 4096), np.uint8)
 tensor = DeviceTensor(pages.ctypes.data, 16, 4096, 4096)
@@ -280,7 +280,7 @@ from support.device import pretend_cuda
 import numpy as np
 import torch
 from kvtier.device.cuda import cuda_device as cuda, kernels, staging_buffers as staging
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 
 inside, to = [], torch.Tensor.to
 

@@ -12,23 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.records.record import (
-    HEADER_BYTES,
-    PIECE_BYTES,
-    TAIL_BYTES,
-    Header,
-    part_sum,
-    seal,
-)
 from kvtier.core.slab import layout as table
 from kvtier.device import host_kernels
-from kvtier.device.copier import Job
-from kvtier.device.copy_plan import Blocks
-from kvtier.device.cpu_copier import _STRIP_BYTES as STRIP_BYTES
-from kvtier.device.cpu_copier import CpuCopier, PageCopier
-from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.load_proofs import Parts
+from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.cpu import _STRIP_BYTES as STRIP_BYTES
+from kvtier.device.cpu import CpuCopier, PageCopier
+from kvtier.device.proofs import Parts
+from kvtier.interfaces.mover import TransferKind
+from kvtier.record.record import HEADER_BYTES, PIECE_BYTES, TAIL_BYTES, Header, part_sum, seal
 from kvtier.types import Outcome
 
 STRIPE, BLOCKS = 64, 8

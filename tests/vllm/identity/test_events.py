@@ -171,7 +171,7 @@ def chunk_of(number: int, window: int | None = None) -> tuple[Any, Any, int, byt
 
 def told_of(keys: list[bytes], *, removed: bool = False, tier: str = "nvme") -> Any:
     from kvtier.types import BlockKey, EventKind, TierEvent
-    from kvtier.vllm.scheduler.block_events import events_of
+    from kvtier.vllm.events import events_of
 
     kind = EventKind.REMOVED if removed else EventKind.STORED
     (event,) = events_of([TierEvent(kind, tier, tuple(BlockKey(key) for key in keys))])
@@ -186,7 +186,7 @@ def hashes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def events_with(room: int) -> Any:
     """Room for the content of so many chunks."""
     from kvtier.types import BlockKey
-    from kvtier.vllm.scheduler.block_events import DescribedEvents
+    from kvtier.vllm.events import DescribedEvents
 
     kinds = {0: ("full_attention", None)}
     events = DescribedEvents(lambda key, _: BlockKey(key), kinds, bytes_max=1000 * room)

@@ -13,7 +13,7 @@ import pytest
 from support.scheduler.asking import CHUNK, TWO_GROUPS, host_memory, manager
 
 from kvtier import Stack
-from kvtier.testing.records import payload
+from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, block_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM

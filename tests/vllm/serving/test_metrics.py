@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from kvtier import Stack
-from kvtier.core.costs.chunk_spans import Shape
-from kvtier.core.costs.load_runs import Run
-from kvtier.core.costs.model import CostModel
-from kvtier.core.records.record import record_bytes
-from kvtier.testing.records import make_keys
+from kvtier.chain.hits import Shape
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import Run
+from kvtier.record.record import record_bytes
+from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.scheduler.manager import ChainManager
 
 NAMESPACE = Namespace(facts={"model": "unit"}, group_bytes=(8192,))
 SLOT = record_bytes(8192)
@@ -32,7 +32,7 @@ def told(stats: Any) -> Mapping[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
-    from kvtier.vllm.scheduler.metrics import Meter
+    from kvtier.vllm.metrics import Meter
 
     now = [100.0]
     cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
@@ -66,7 +66,7 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
 def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
     from kvtier.vllm import guard
     from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata
-    from kvtier.vllm.scheduler.metrics import Meter
+    from kvtier.vllm.metrics import Meter
 
     @guard.guarded(lambda: "instead")
     def mistaken() -> str:
@@ -95,7 +95,7 @@ def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
-    from kvtier.vllm.scheduler.metrics import Meter
+    from kvtier.vllm.metrics import Meter
 
     cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
     config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
@@ -120,7 +120,7 @@ def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_tiers_of_one_kind_are_told_together(tmp_path: Path) -> None:
-    from kvtier.vllm.scheduler.metrics import Meter
+    from kvtier.vllm.metrics import Meter
 
     cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": 64 * SLOT}
     disks = [

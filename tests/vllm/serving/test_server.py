@@ -31,7 +31,7 @@ FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]
 HANGING_DISK = """
 import os, sys, time
 if "kvtier.move.process_main" in sys.orig_argv:
-    from kvtier.core.system.disk import Disk
+    from kvtier.system.disk import Disk
     write = Disk.writev
     def later(*arguments):
         while os.path.exists({hangs!r}):

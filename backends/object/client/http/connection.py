@@ -20,7 +20,7 @@ from kvtier.backends.object.stores.errors import (
     WrongEndpoint,
 )
 from kvtier.backends.object.stores.store import Buffer
-from kvtier.core.records.record import behind
+from kvtier.record.record import behind
 
 _BUFFER_BYTES = 16 << 10
 _LINE_BYTES_MAX = 1 << 10

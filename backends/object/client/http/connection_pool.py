@@ -8,11 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvtier.backends.object.client.http.connection import (
-    HTTPConnection,
-    Response,
-    StaleConnection,
-)
+from kvtier.backends.object.client.http.connection import HTTPConnection, Response, StaleConnection
 from kvtier.backends.object.client.http.endpoint import Address
 from kvtier.backends.object.client.http.proxy import Proxy
 from kvtier.backends.object.client.http.sockets import Timeouts, connect, map_socket_errors

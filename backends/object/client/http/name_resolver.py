@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvtier.backends.object.stores.errors import TimedOut, Unavailable
-from kvtier.core.system.abandonable_calls import abandonable
+from kvtier.system.calls import abandonable
 
 _AVOID_S = 60.0
 

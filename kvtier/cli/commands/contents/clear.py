@@ -17,7 +17,7 @@ from kvtier.cli.inspection.inspectors import (
 )
 from kvtier.cli.inspection.namespaces import find_namespace
 from kvtier.config import load
-from kvtier.core.inspection import Cleared, Part, Reach
+from kvtier.inspect import Cleared, Part, Reach
 from kvtier.observe import human
 
 app = console.new_app()

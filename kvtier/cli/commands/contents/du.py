@@ -11,7 +11,7 @@ from kvtier.cli import console
 from kvtier.cli.console import options
 from kvtier.cli.inspection.inspectors import AnyInspector, end_with_troubles, look
 from kvtier.config import load
-from kvtier.core.inspection.contents import Cell, Writes
+from kvtier.inspect.contents import Cell, Writes
 from kvtier.observe import human
 
 app = console.new_app()

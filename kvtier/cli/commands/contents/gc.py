@@ -18,8 +18,8 @@ from kvtier.cli.inspection.inspectors import (
     unsupported_is_trouble,
 )
 from kvtier.config import load
-from kvtier.core.inspection import Depth, Garbage
 from kvtier.errors import KVTierError
+from kvtier.inspect import Depth, Garbage
 from kvtier.observe import human
 
 app = console.new_app()

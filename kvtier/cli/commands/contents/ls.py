@@ -22,7 +22,7 @@ from kvtier.cli.inspection.inspectors import (
 )
 from kvtier.cli.inspection.namespaces import age, count, find_namespace, in_use, say_two_names
 from kvtier.config import load
-from kvtier.core.inspection import Block, Depth, Part
+from kvtier.inspect import Block, Depth, Part
 from kvtier.observe import human
 from kvtier.types import Namespace, group_of
 

@@ -23,9 +23,9 @@ from kvtier.cli.inspection.inspectors import (
 )
 from kvtier.cli.inspection.namespaces import age, count, find_namespace, in_use, left
 from kvtier.config import load
-from kvtier.core.inspection import Block, Depth, Hold
 from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.errors import KVTierError
+from kvtier.inspect import Block, Depth, Hold
 from kvtier.observe import human
 from kvtier.types import KEY_BYTES_MAX, Difference, Namespace, group_of
 

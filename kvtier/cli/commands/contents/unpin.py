@@ -13,8 +13,8 @@ from kvtier.cli.inspection.inspectors import end_with_troubles, look
 from kvtier.cli.inspection.namespaces import find_namespace
 from kvtier.cli.inspection.pinning import look_for
 from kvtier.config import load
-from kvtier.core.inspection import Depth
 from kvtier.errors import Unsupported
+from kvtier.inspect import Depth
 
 app = console.new_app()
 

@@ -24,8 +24,8 @@ from kvtier.cli.inspection.inspectors import (
 from kvtier.cli.inspection.namespaces import find_namespace
 from kvtier.cli.inspection.parallel import bounded_map
 from kvtier.config import load
-from kvtier.core.inspection import Block, Proof
 from kvtier.errors import KVTierError, MediumInUse, Unsupported
+from kvtier.inspect import Block, Proof
 from kvtier.observe import human
 
 app = console.new_app()

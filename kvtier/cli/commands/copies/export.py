@@ -25,9 +25,9 @@ from kvtier.cli.inspection.inspectors import (
 )
 from kvtier.cli.inspection.parallel import bounded_map
 from kvtier.config import load
-from kvtier.core.inspection import Block, Proof
-from kvtier.core.records.record import record_bytes
 from kvtier.errors import KVTierError
+from kvtier.inspect import Block, Proof
+from kvtier.record.record import record_bytes
 from kvtier.types import BlockKey
 
 app = console.new_app()

@@ -18,7 +18,7 @@ from kvtier.cli.copying.sink import Piece, open_sink
 from kvtier.cli.copying.targets import IntoOption, tier_to_fill
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import load
-from kvtier.core.records.record import record_bytes
+from kvtier.record.record import record_bytes
 
 app = console.new_app()
 

@@ -14,10 +14,10 @@ from kvtier.cli.copying.report import report
 from kvtier.cli.copying.targets import store_of
 from kvtier.cli.inspection.inspectors import inspector_of, troubles_of, where_of
 from kvtier.config import StackConfig, load
-from kvtier.core.inspection import Reach
-from kvtier.core.interfaces.backend import backend
-from kvtier.core.settings import TierSettings
 from kvtier.errors import ConfigError
+from kvtier.inspect import Reach
+from kvtier.interfaces.backend import backend
+from kvtier.settings import TierSettings
 
 app = console.new_app()
 

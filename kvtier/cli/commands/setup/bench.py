@@ -12,9 +12,9 @@ from kvtier.cli import console
 from kvtier.cli.console import options, plots
 from kvtier.cli.measuring.tier_speeds import Measured, Size, measure
 from kvtier.config import load
-from kvtier.core.records.record import record_bytes
 from kvtier.observe import human
 from kvtier.observe.svg import bars
+from kvtier.record.record import record_bytes
 
 app = console.new_app()
 

@@ -14,11 +14,10 @@ from kvtier.cli.console import options
 from kvtier.cli.inspection.inspectors import unusable_here
 from kvtier.cli.starter_stack import bucket_folder, starter
 from kvtier.config import Name, StackConfig, effective, load
-from kvtier.config.json_schema import json_schema
-from kvtier.config.reference import reference
-from kvtier.core.interfaces.backend import kinds
-from kvtier.core.settings import Capacity
+from kvtier.config.schema import json_schema, reference
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError
+from kvtier.interfaces.backend import kinds
+from kvtier.settings import Capacity
 
 app = console.new_app()
 

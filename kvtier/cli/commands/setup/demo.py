@@ -20,10 +20,10 @@ import typer
 
 from kvtier.cli import console
 from kvtier.cli.signals import ENDING
-from kvtier.core.settings import ByteSize
-from kvtier.core.system.disk import Disk
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe import human
+from kvtier.settings import ByteSize
+from kvtier.system.disk import Disk
 from kvtier.vllm.hooks.versions import installed
 from kvtier.vllm.serving import tiny_model
 from kvtier.vllm.serving.server_process import NotStarted, Server

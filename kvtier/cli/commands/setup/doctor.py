@@ -14,9 +14,9 @@ from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order, check_rates
 from kvtier.cli.measuring.tier_speeds import Measured, Size, measure
 from kvtier.config import StackConfig, load
-from kvtier.core.inspection import Finding, Level
-from kvtier.core.interfaces.backend import backend
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.inspect import Finding, Level
+from kvtier.interfaces.backend import backend
 from kvtier.observe import human
 from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points.report import as_data, as_lines

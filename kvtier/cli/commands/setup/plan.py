@@ -10,23 +10,16 @@ import typer
 from kvtier.cli import console
 from kvtier.cli.console import options, plots
 from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.measuring.expectations import (
-    Expectation,
-    Link,
-    Outlook,
-    chunk_of,
-    expect,
-    links_of,
-)
+from kvtier.cli.measuring.expectations import Expectation, Link, Outlook, chunk_of, expect, links_of
 from kvtier.cli.measuring.tier_speeds import Size, measure
 from kvtier.cli.measuring.trace_sweep import Row, plot, run_sweep, show_sweep
 from kvtier.cli.measuring.write_budgets import BudgetRow, run_budgets, show_budgets
 from kvtier.config import StackConfig, load
-from kvtier.core.costs.load_runs import DEVICE
-from kvtier.core.eviction.traces.trace import read_trace
-from kvtier.core.records.record import record_bytes
+from kvtier.cost.rates import DEVICE
+from kvtier.eviction.traces import read_trace
 from kvtier.observe import human
 from kvtier.observe.kv_shape import read_shape
+from kvtier.record.record import record_bytes
 
 app = console.new_app()
 

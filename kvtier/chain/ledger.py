@@ -1,0 +1,652 @@
+"""The ledger: the only owner of transfers in flight; only it commits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import count
+
+import msgspec
+
+from kvtier.chain.plan import HOST, gather
+from kvtier.errors import NotResident
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.interfaces.tier import Tier
+from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence, Reservation
+
+
+class Ledger:
+    """Owns pins and reservations in all tiers of a chain. For one thread, like the chain."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self._ids = count(1)
+        self._moves: dict[int, Move] = {}
+        self._tickets: dict[Ticket, None] = {}
+        self._stores: dict[BlockKey, bool] = {}
+        self._held = Held()
+        self.unproved = Unproved(tiers)
+        self.loading = [0] * len(tiers)
+        """Blocks of each tier that are on their way into host memory for somebody."""
+        self.joinable: dict[BlockKey, Move] = {}
+        """Promotions that another request may join."""
+        self.abandoned: set[BlockKey] = set()
+        """Slots of promotions that nobody may join: given up, but the mover, or a reader that was
+        promised them, may still be touching them."""
+        self.dropped_pinned: set[BlockKey] = set()
+        """Dropped from host memory while pinned: their slots are taken until the last unpin."""
+        self.promised: dict[BlockKey, int] = {}
+        """Keys that lookup has promised room for, and the tiers that were to give them."""
+        self.watched: Collection[int] = ()
+        """The tiers of which somebody wants to know what was evicted there."""
+        self.evicted: list[tuple[int, list[BlockKey]]] = []
+        """What made room in the watched tiers, until somebody takes it from here."""
+
+    # what is in flight
+
+    @property
+    def moving(self) -> bool:
+        """Whether the mover owes a result."""
+        return bool(self._moves)
+
+    def promoting(self, id: int) -> bool:
+        """Whether a transfer is one that requests wait for."""
+        move = self._moves.get(id)
+        return move is not None and move.transfer.kind is TransferKind.LOAD
+
+    # loads: open, fill, seal, release
+
+    def open_ticket(self, request: str, deadline: float, proves: bool = False) -> Ticket:
+        """Begin a load. The caller seals it, and releases it in the end."""
+        ticket = Ticket(request, deadline, proves)
+        self._tickets[ticket] = None
+        return ticket
+
+    def pin(self, ticket: Ticket, keys: Sequence[BlockKey]) -> bool:
+        """Pin what is in host memory; False, and none is, if one of them is not there."""
+        try:
+            spec = self._tiers[HOST].prepare_load(keys)
+        except NotResident:
+            return False
+        ticket.pieces.append((keys, spec))
+        ticket.pinned = keys
+        return True
+
+    def pin_files(self, ticket: Ticket, tier: int, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Pin in a lower tier what the ticket's reader fetches from its files itself."""
+        pinned, spec = pin_what_is_there(self._tiers[tier], keys)
+        ticket.files.update(zip(pinned, self._tiers[tier].files(spec), strict=True))
+        ticket.pinned_files.append((tier, pinned))
+        return pinned
+
+    def join(self, ticket: Ticket, keys: Iterable[BlockKey]) -> None:
+        """Wait for promotions that are under way."""
+        for key in keys:
+            move = self.joinable[key]
+            if move not in ticket.moves:
+                ticket.wait_for(move)
+            ticket.pending.add(key)
+            ticket.unsettled.add(key)
+
+    def promote(
+        self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
+    ) -> Transfer | None:
+        """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
+        move, _ = self._begin(source, HOST, keys, deadline, not ticket.proves)
+        if move is None:
+            return None
+        if ticket.proves:
+            self.unproved.came(move.keys, source)
+        self.joinable.update(dict.fromkeys(move.keys, move))
+        ticket.wait_for(move)
+        ticket.pending.update(move.keys)
+        ticket.unsettled.update(move.keys)
+        return move.transfer
+
+    def prefetch(self, source: int, keys: Sequence[BlockKey], deadline: float) -> Move | None:
+        """As `promote`, for nobody yet: whoever wants these blocks joins."""
+        move, _ = self._begin(source, HOST, keys, deadline, prefetch=True)
+        self.joinable.update(dict.fromkeys(move.keys, move) if move else {})
+        return move
+
+    def seal(self, ticket: Ticket, asked: Sequence[BlockKey]) -> None:
+        """Say where everything is that was taken, in the order asked for."""
+        pieces = ticket.sealed(asked) or [([], self._tiers[HOST].prepare_load([]))]
+        ticket.spec = gather(pieces, ticket.keys)
+
+    def release(
+        self,
+        ticket: Ticket,
+        keys: Sequence[BlockKey] | None = None,
+        failed: Mapping[BlockKey, Outcome] | None = None,
+    ) -> list[int]:
+        """The reader of this ticket is done with these blocks (None: with all of them).
+
+        Answers with the transfers that nobody waits for any more.
+        """
+        pinned, unsettled, held = ticket.pinned, ticket.unsettled, ticket.held
+        kept: list[BlockKey] = []
+        if keys is not None:
+            ended = Counter(keys)
+            pinned, kept = split(ticket.pinned, ended)
+            unsettled = ticket.unsettled.intersection(keys)
+            held = [key for key in ticket.held if key in ended]
+        else:
+            self._unpin_files(ticket, failed or {})
+        if pinned:
+            ours = set(pinned) if failed else ()
+            blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+            blamed = self.unproved.blame(blamed)
+            self._tiers[HOST].complete_load(pinned, blamed or None)
+            if blamed:
+                self.note_dropped(blamed)
+        if failed and unsettled:
+            self._spoil(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
+        self._unhold(ticket, held)
+        ticket.pinned = kept
+        ticket.unsettled = ticket.unsettled - unsettled
+        ticket.pending = ticket.pending & ticket.unsettled
+        idle = [] if ticket.unsettled else ticket.leave()
+        if not (ticket.pinned or ticket.unsettled or ticket.held or ticket.pinned_files):
+            self._tickets.pop(ticket, None)
+        return idle
+
+    def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+        for tier, keys in ticket.pinned_files:
+            blamed = {key: failed[key] for key in keys if failed.get(key) in BLAMES_SOURCE}
+            self._tiers[tier].complete_load(keys, blamed or None)
+        ticket.pinned_files = []
+
+    def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
+        free = self._held.let_go(ticket, keys)
+        self.abandoned.difference_update(free)
+        self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
+
+    def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+        for move in ticket.moves:
+            bad = failed.keys() & set(move.keys)
+            if bad:
+                move.spoiled.update((key, failed[key]) for key in bad)
+                self.abandon([move.transfer.id])
+
+    def abandon(self, ids: Iterable[int]) -> list[int]:
+        """Let nobody join these transfers any more; answers with those still under way."""
+        known = [id for id in ids if id in self._moves]
+        for move in [self._moves[id] for id in known]:
+            if move.joinable:
+                move.joinable = False
+                self.abandoned.update(move.keys)
+                for key in move.keys:
+                    self.joinable.pop(key, None)
+        return known
+
+    # transfers between tiers: carry, refuse, settle
+
+    def carry(
+        self,
+        source: int,
+        target: int,
+        keys: Sequence[BlockKey],
+        deadline: float,
+        prove: bool = True,
+    ) -> tuple[Transfer | None, list[BlockKey]]:
+        """Pin blocks at the source and reserve in the target what is new there. Answers with the
+        transfer, None if there is nothing to move, and what the source lacks."""
+        move, absent = self._begin(source, target, keys, deadline, prove)
+        return move.transfer if move else None, absent
+
+    def _begin(
+        self,
+        source: int,
+        target: int,
+        keys: Sequence[BlockKey],
+        deadline: float,
+        prove: bool = True,
+        *,
+        prefetch: bool = False,
+    ) -> tuple[Move | None, list[BlockKey]]:
+        # Pinned first: making room in the target may evict, and must not do so for nothing.
+        pinned, spec = pin_what_is_there(self._tiers[source], keys)
+        here = set(pinned) if len(pinned) < len(keys) else ()
+        absent = [key for key in keys if key not in here] if len(pinned) < len(keys) else []
+        if not pinned:
+            return None, absent
+        taken = self._take(target, pinned)
+        if len(taken.keys) < len(pinned):
+            _, rest = split(pinned, dict.fromkeys(taken.keys, 1))
+            self._tiers[source].complete_load(rest)
+            if not taken.keys:
+                return None, absent
+            spec = gather([(pinned, spec)], taken.keys)
+        transfer = Transfer(
+            id=next(self._ids),
+            kind=TransferKind.LOAD if target == HOST else TransferKind.STORE,
+            source=source,
+            target=target,
+            keys=taken.keys,
+            source_spec=spec,
+            target_spec=taken.spec,
+            deadline=deadline,
+            prove=prove,
+            prefetch=prefetch,
+        )
+        move = self._moves[transfer.id] = Move(transfer)
+        self.loading[source] += len(move.keys) if target == HOST and not prefetch else 0
+        return move, absent
+
+    def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
+        taken = self._tiers[tier].prepare_store(keys, evict=evict)
+        if taken.evicted:
+            if tier == HOST:
+                self.unproved.ended(taken.evicted)
+            for key in taken.evicted if self.promised else ():
+                self.promised.pop(key, None)
+            if tier in self.watched:
+                self.evicted.append((tier, taken.evicted))
+        return taken
+
+    def refuse(self, transfer: Transfer) -> None:
+        """The mover did not take it: as if it had never been."""
+        for ticket in self._moves[transfer.id].waiters:
+            ticket.pending.difference_update(transfer.keys)
+            ticket.unsettled.difference_update(transfer.keys)
+            ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
+        self._moves[transfer.id].waiters = []
+        self._close(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
+
+    def settle(self, result: TransferResult) -> Settled | None:
+        """Commit what arrived, abort what did not; None for a transfer that is not ours."""
+        return self._close(result.id, result.outcomes) if result.id in self._moves else None
+
+    def _close(self, id: int, outcomes: list[Outcome]) -> Settled:
+        move = self._moves.pop(id)
+        keys = move.keys
+        failed: dict[BlockKey, Outcome] = {}
+        if outcomes.count(Outcome.OK) != len(keys):
+            reported = [*outcomes, *[Outcome.DROPPED] * (len(keys) - len(outcomes))]
+            failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
+        blamed = self.unproved.settled(move, failed)
+        failed = {**move.spoiled, **failed}
+        self._tiers[move.transfer.source].complete_load(keys, blamed or None)
+        if blamed and move.transfer.source == HOST:
+            self.note_dropped(blamed)
+        if move.transfer.kind is TransferKind.LOAD:
+            self.loading[move.transfer.source] -= 0 if move.prefetch else len(keys)
+            for key in keys:
+                self.joinable.pop(key, None)
+                self.abandoned.discard(key)
+        committed = [key for key in keys if key not in failed] if failed else list(keys)
+        ended = self._hold(move, failed) if failed and move.waiters else keys
+        self._tiers[move.transfer.target].complete_store(ended, failed or None)
+        landed = [ticket for ticket in move.waiters if self._land(ticket, move, failed)]
+        return Settled(move, committed, failed, blamed, landed)
+
+    def _hold(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> list[BlockKey]:
+        """Keep the slots of failed blocks that somebody may be reading; answers with the rest."""
+        for ticket in move.waiters:
+            read = [key for key in failed if key in ticket.unsettled]
+            self._held.keep(ticket, read)
+        abandoned = [key for key in failed if key in self._held]
+        self.abandoned.update(abandoned)
+        self._tiers[HOST].give_up(abandoned)
+        return [key for key in move.keys if key not in self._held]
+
+    def _land(self, ticket: Ticket, move: Move, failed: Mapping[BlockKey, Outcome]) -> bool:
+        """Pin for a ticket what has become resident; whether it waits for nothing now."""
+        waited = bool(ticket.pending)
+        mine = [key for key in move.keys if key in ticket.unsettled]
+        ticket.unsettled.difference_update(mine)
+        ticket.pending.difference_update(mine)
+        ticket.moves.remove(move)
+        arrived = [key for key in mine if key not in failed] if failed else mine
+        pinned, _ = pin_what_is_there(self._tiers[HOST], arrived)
+        if pinned:
+            ticket.pinned = [*ticket.pinned, *pinned]
+        if len(pinned) < len(mine):
+            here = set(pinned)
+            for key in mine:
+                if key not in here:
+                    ticket.failed.setdefault(key, failed.get(key, Outcome.GONE))
+        return waited and not ticket.pending
+
+    # stores of the engine: reserve, commit
+
+    def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
+        """Reserve host slots that the engine will fill."""
+        taken = self._take(HOST, keys, evict)
+        self.dropped_pinned.difference_update(taken.keys)  # or there would be no slots for them
+        self._stores.update(dict.fromkeys(taken.keys, True))
+        return taken
+
+    def commit(
+        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
+    ) -> list[BlockKey]:
+        """The engine has filled them, but for `failed`; answers with what is resident now."""
+        known = [key for key in keys if key in self._stores]
+        lost = dict(failed) if failed else {}
+        for key in known:
+            if not self._stores.pop(key):
+                lost[key] = Outcome.CANCELLED
+        self._tiers[HOST].complete_store(known, lost or None)
+        return [key for key in known if key not in lost] if lost else known
+
+    # time and loss
+
+    def expire(self, now: float) -> tuple[list[Ticket], list[int]]:
+        """End the waiting of what is late: tickets that failed, transfers to stop caring about."""
+        if self.dropped_pinned:
+            self.dropped_pinned.intersection_update(self.pinned(HOST))
+        joinable = [move for move in self._moves.values() if move.joinable]
+        late = {m.transfer.id: m for m in joinable if m.transfer.deadline <= now}
+        slow = set(late)
+        ended: list[Ticket] = []
+        for ticket in self._tickets:
+            if not ticket.pending:
+                continue
+            if ticket.deadline > now and not any(m.transfer.id in slow for m in ticket.moves):
+                continue
+            # Others may wait on, but nobody new shall join what has just taken too long.
+            late.update((move.transfer.id, move) for move in ticket.moves)
+            ticket.failed.update(dict.fromkeys(ticket.pending, Outcome.TIMEOUT))
+            ticket.pending = set()
+            ended.append(ticket)
+        self.abandon(late)
+        waits = {id for id, m in late.items() if any(t.pending for t in m.waiters)}
+        return ended, [id for id in late if id not in waits]
+
+    def void(self, keys: Iterable[BlockKey]) -> None:
+        """Moves of these keys between tiers shall not make them visible."""
+        chosen = set(keys)
+        for move in self._moves.values():
+            move.spoiled.update(dict.fromkeys(chosen.intersection(move.keys), Outcome.CANCELLED))
+        self.abandon([id for id, move in self._moves.items() if move.spoiled])
+
+    def void_all(self) -> list[int]:
+        """Nothing that is on its way in shall become visible, be it moving or being stored.
+
+        Answers with the transfers that are for nothing now.
+        """
+        for move in self._moves.values():
+            move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
+        self._stores = dict.fromkeys(self._stores, False)
+        self.unproved.clear()
+        return self.abandon(list(self._moves))
+
+    def note_dropped(self, keys: Iterable[BlockKey]) -> None:
+        """Host memory has dropped these keys; those that are pinned still take up their slots."""
+        keys = set(keys)
+        self.unproved.ended(keys)
+        self.dropped_pinned.update(keys.intersection(self.pinned(HOST)))
+
+    def pinned(self, tier: int) -> list[BlockKey]:
+        """What this ledger has pinned in a tier."""
+        held = [t.pinned for t in self._tickets] if tier == HOST else []
+        held += [keys for t in self._tickets for at, keys in t.pinned_files if at == tier]
+        held += [m.keys for m in self._moves.values() if m.transfer.source == tier]
+        return list(dict.fromkeys(key for keys in held for key in keys))
+
+
+# What is in flight: moves between tiers, and the tickets of requests that wait for them.
+
+
+class Ticket:
+    """What one request may read from host memory, and how far it has got there.
+
+    `spec` says where all of `keys` are or will be; `files` where others lie that the reader fetches
+    itself; `missing` could not be taken in. Blocks in `pending` are on their way. `failed` will not
+    arrive, or too late: recompute them.
+
+    A reader that `proves` what it reads finds what has only been looked at by its header.
+
+    Its reader may look at all of these slots until the ticket is released, whatever has become of
+    the blocks: pinned, still `unsettled`, or failed and so `held` for the reader's sake alone.
+    """
+
+    __slots__ = (
+        "deadline",
+        "failed",
+        "files",
+        "held",
+        "keys",
+        "missing",
+        "moves",
+        "pending",
+        "pieces",
+        "pinned",
+        "pinned_files",
+        "proves",
+        "request",
+        "spec",
+        "unsettled",
+    )
+    spec: LoadStoreSpec
+
+    def __init__(self, request: str, deadline: float, proves: bool = False) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.proves = proves
+        self.keys: Sequence[BlockKey] = []
+        self.missing: list[BlockKey] = []
+        self.pending: set[BlockKey] = set()
+        self.unsettled: set[BlockKey] = set()
+        self.held: list[BlockKey] = []
+        self.failed: dict[BlockKey, Outcome] = {}
+        self.pinned: Sequence[BlockKey] = []
+        self.moves: list[Move] = []
+        self.pieces: list[tuple[Sequence[BlockKey], LoadStoreSpec]] = []
+        self.files: dict[BlockKey, FilePlace] = {}
+        self.pinned_files: list[tuple[int, Sequence[BlockKey]]] = []
+
+    @property
+    def landed(self) -> bool:
+        """Whether nothing is on its way any more, be it good or bad."""
+        return not self.pending
+
+    @property
+    def due(self) -> float:
+        """When the last of its moves is expected to end; 0 if nobody knows."""
+        return max((move.due for move in self.moves), default=0.0)
+
+    def wait_for(self, move: Move) -> None:
+        """Its blocks are wanted."""
+        move.waiters.append(self)
+        self.moves.append(move)
+        self.pieces.append((move.keys, move.transfer.target_spec))
+
+    def leave(self) -> list[int]:
+        """Wait for nothing any more; answers with the transfers that nobody else waits for."""
+        for move in self.moves:
+            move.waiters.remove(self)
+        idle = [move.transfer.id for move in self.moves if not move.waiters]
+        self.moves = []
+        return idle
+
+    def sealed(self, asked: Sequence[BlockKey]) -> list[tuple[Sequence[BlockKey], LoadStoreSpec]]:
+        """All is taken that there is of these. Answers with where it is, piece by piece."""
+        if len(self.pinned) + len(self.pending) == len(asked):
+            self.keys = asked
+        else:
+            taken = self.pending.union(self.pinned)
+            self.keys = [key for key in asked if key in taken]
+            self.missing = [key for key in asked if key not in taken and key not in self.files]
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
+    def lower_tiers(self) -> dict[BlockKey, int]:
+        """The tiers below host memory that blocks come from."""
+        tiers = {key: move.transfer.source for move in self.moves for key in move.keys}
+        tiers.update((key, tier) for tier, keys in self.pinned_files for key in keys)
+        return tiers
+
+    def __repr__(self) -> str:
+        return (
+            f"Ticket({self.request!r}, {len(self.keys)} keys, {len(self.files)} in files, "
+            f"{len(self.missing)} missing, {len(self.pending)} pending, {len(self.failed)} failed)"
+        )
+
+
+def split(
+    keys: Sequence[BlockKey], among: Mapping[BlockKey, int]
+) -> tuple[list[BlockKey], list[BlockKey]]:
+    """The keys that are among others, each as often as there, and the rest: pins are counted."""
+    left = dict(among)
+    mine: list[BlockKey] = []
+    rest: list[BlockKey] = []
+    for key in keys:
+        count = left.get(key, 0)
+        (mine if count else rest).append(key)
+        left[key] = max(0, count - 1)
+    return mine, rest
+
+
+def pin_what_is_there(
+    tier: Tier, keys: Sequence[BlockKey]
+) -> tuple[Sequence[BlockKey], LoadStoreSpec]:
+    """Pin keys, without those that another process took away since they were looked up."""
+    try:
+        return keys, tier.prepare_load(keys)
+    except NotResident:
+        here = tier.lookup(keys)
+    hits = [key for key, now in zip(keys, here, strict=True) if now is Presence.HIT]
+    try:
+        return hits, tier.prepare_load(hits)
+    except NotResident:
+        return [], tier.prepare_load([])
+
+
+class Move:
+    """A transfer from its reservation to its result."""
+
+    __slots__ = (
+        "ahead",
+        "due",
+        "joinable",
+        "keys",
+        "prefetch",
+        "spoiled",
+        "transfer",
+        "waiters",
+    )
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self.ahead = self.prefetch = transfer.prefetch
+        """Whether it was begun as a prefetch, and whether nobody has waited for it so far."""
+        self.due = 0.0
+        """When it is expected to end; 0 if nobody knows."""
+        self.keys = transfer.keys
+        self.joinable = transfer.kind is TransferKind.LOAD
+        self.waiters: list[Ticket] = []
+        self.spoiled: dict[BlockKey, Outcome] = {}
+        """Will be aborted whatever the mover says: dropped or found bad meanwhile."""
+
+
+class Held:
+    """Slots of blocks that have failed, kept while somebody may still be reading them: a block may
+    have landed, and been shown to its readers, before its transfer failed."""
+
+    def __init__(self) -> None:
+        self._readers: Counter[BlockKey] = Counter()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._readers
+
+    def keep(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+        """One reader more of each."""
+        ticket.held += keys
+        self._readers.update(keys)
+
+    def let_go(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """One reader less of each; answers with those that have none left."""
+        gone = set(keys)
+        ticket.held = [key for key in ticket.held if key not in gone]
+        self._readers.subtract(keys)
+        free = [key for key in keys if not self._readers[key]]
+        for key in free:
+            del self._readers[key]
+        return free
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What became of a move: committed keys, and the others by outcome."""
+
+    move: Move
+    committed: list[BlockKey]
+    failed: dict[BlockKey, Outcome]
+    blamed: dict[BlockKey, Outcome]
+    """The part of `failed` that the source no longer offers."""
+    landed: list[Ticket]
+    """Tickets that waited for nothing but this."""
+
+
+# Blocks that have come up from a lower tier, or are coming, and that nobody has proved yet.
+#
+# The mover looks at their headers alone if whoever reads them proves them: a byte is proved once.
+# If that reader finds one bad, the tier that it came from gave it bad, and has to answer for it.
+# What is written down before a reader has spoken is proved by the mover, so that it does not
+# spread.
+
+BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
+"""Only these say that the source does not hold what it offered."""
+
+
+class Unproved:
+    """The tier that each of these came from. What host memory holds bounds how many there are."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self._origin: dict[BlockKey, int] = {}
+        self._blamed: list[tuple[int, int]] = []
+
+    def came(self, keys: Iterable[BlockKey], origin: int) -> None:
+        """These are on their way from there, and only their reader proves them."""
+        self._origin.update(dict.fromkeys(keys, origin))
+
+    def ended(self, keys: Iterable[BlockKey]) -> None:
+        """These have been proved, or are in host memory no more."""
+        if self._origin:
+            for key in keys:
+                self._origin.pop(key, None)
+
+    def clear(self) -> None:
+        """Host memory holds nothing any more."""
+        self._origin.clear()
+
+    def any_of(self, keys: Collection[BlockKey]) -> bool:
+        """Whether one of these has still to be proved."""
+        return bool(self._origin) and any(key in self._origin for key in keys)
+
+    def blame(self, failed: Mapping[BlockKey, Outcome]) -> dict[BlockKey, Outcome]:
+        """Blocks of host memory have failed, and this is what it is to be told of them. What is bad
+        though nobody had proved it yet is quarantined where it came from."""
+        told = dict(failed)
+        bad: dict[int, list[BlockKey]] = {}
+        for key, outcome in failed.items():
+            if outcome is Outcome.CORRUPT and key in self._origin:
+                bad.setdefault(self._origin.pop(key), []).append(key)
+                told[key] = Outcome.GONE  # it holds what it was given
+        for origin, keys in bad.items():
+            pinned, _ = pin_what_is_there(self._tiers[origin], keys)
+            self._tiers[origin].complete_load(pinned, dict.fromkeys(pinned, Outcome.CORRUPT))
+            self._blamed.append((origin, len(keys)))
+        return told
+
+    def settled(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> dict[BlockKey, Outcome]:
+        """A move has ended, and these of its blocks have failed: what its source is told."""
+        transfer = move.transfer
+        told = {key: why for key, why in failed.items() if why in BLAMES_SOURCE}
+        if transfer.target == HOST:
+            found = {k: why for k, why in move.spoiled.items() if why is Outcome.CORRUPT}
+            told = {**found, **told}  # by a reader, before all of it had landed
+            self.ended([*failed, *move.spoiled])
+        elif transfer.source == HOST:
+            told = self.blame(told)
+            if transfer.prove:
+                self.ended(key for key in transfer.keys if key not in failed)
+        return told
+
+    def tell_blamed(self, failed: Callable[[int, Sequence[Outcome]], None]) -> None:
+        """Tell of the blocks that were found bad after they had landed, tier by tier, once."""
+        blamed, self._blamed = self._blamed, []
+        for tier, count in blamed:
+            failed(tier, [Outcome.CORRUPT] * count)

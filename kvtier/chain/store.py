@@ -1,0 +1,621 @@
+"""Stores: blocks go down from tier to tier, by write policy and admission."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from kvtier.chain.health import Health
+from kvtier.chain.ledger import Ledger, Settled
+from kvtier.chain.plan import HOST, LinkPlan, plan_links
+from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.core.wear.dynamic_admission import DynamicAdmission
+from kvtier.interfaces.mover import Mover, TransferResult
+from kvtier.interfaces.tier import Tier
+from kvtier.settings import Admission, TierSettings, WritePolicy
+from kvtier.types import BlockKey, Outcome, Presence
+
+STEP_BLOCKS = 64
+"""The most blocks that one step starts to write into one tier."""
+AHEAD_BLOCKS_MAX = 256
+_STEP_KEYS, _REQUESTS_KEPT = 1024, 1024
+"""From the requests of about so many blocks one step learns, in a millisecond; and so many
+requests wait for that."""
+_TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DROPPED)
+
+
+class Cascade:
+    """Carries blocks from tier to tier, a bounded number at each step of the engine."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        settings: Sequence[TierSettings],
+        slots: Sequence[int],
+        ledger: Ledger,
+        mover: Mover,
+        health: Health,
+    ) -> None:
+        self._tiers = tiers
+        self._settings = settings
+        self._slots = slots
+        self._ledger = ledger
+        self._mover = mover
+        self._health = health
+        plans = plan_links(settings)
+        # What is under way is pinned above: all links together leave half of host memory free.
+        window = max(1, slots[HOST] // (2 * max(1, len(plans))))
+        self._links = [
+            Link(
+                plan,
+                tiers[plan.target].medium,
+                settings[plan.target].queue_blocks,
+                window,
+                slots[plan.source],
+                slots[plan.target],
+                tiers[plan.target].allowance,
+            )
+            for plan in plans
+        ]
+        self._into = {link.target: link for link in self._links}
+        ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
+        self._catch_ups = {
+            link.target: CatchUp(link, tiers[link.source], tiers[link.target], slots[link.target])
+            for link in self._links
+            if link.write is WritePolicy.THROUGH
+        }
+        sources = {link.source for link in self._links if link.target in self._catch_ups}
+        self._others = [tier for at, tier in enumerate(tiers) if at not in sources]
+        """Tiers of which nobody wants to know what outlived an earlier process."""
+        for link in self._links:
+            link.pressed = tiers[link.source].recovered > 0
+        self._budgeted = [link for link in self._links if link.dynamic is not None]
+        self._requests: deque[tuple[Sequence[BlockKey], Sequence[bool]]] = deque(
+            maxlen=_REQUESTS_KEPT
+        )
+
+    def committed(
+        self, tier: int, keys: Sequence[BlockKey], now: float, origin: int | None = None
+    ) -> None:
+        """A tier has these now. If they came up from a lower one, the `origin`, only tiers above
+        that may lack them."""
+        for link in self._links:
+            if link.source == tier and (origin is None or link.target < origin):
+                self._offer(link, keys, now)
+            elif link.target == origin and link.dynamic is not None:
+                link.dynamic.earned.loaded(keys)
+
+    def used_again(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of a prompt's keys that host memory has: it is not the first to use them, though it
+        may load none, because the engine itself still has them. None if no link asks for it."""
+        if not any(link.listens for link in self._links):
+            return []
+        here = [at is Presence.HIT for at in self._tiers[HOST].lookup(keys)]
+        if self._budgeted:
+            self._requests.append((keys, here))
+        return [key for key, held in zip(keys, here, strict=True) if held]
+
+    def _learn(self, left: int) -> None:
+        """Of requests with about so many blocks, what was missed in host memory."""
+        while self._requests and left > 0:
+            keys, here = self._requests.popleft()
+            left -= len(keys)
+            for link in self._budgeted:
+                assert link.dynamic is not None
+                link.dynamic.earned.request(keys, here)
+
+    def used(self, keys: Sequence[BlockKey], now: float) -> None:
+        """A request has used these, or loads them."""
+        self._learn(1)
+        for link in self._links:
+            down = self._tiers[link.target].unwell or self._health.down(link.target, now)
+            if down and link.touches is None:
+                continue
+            again = link.used(keys)
+            if again:  # most of them are there already, and must take up no room in the queue
+                lacking = self._lacking(link, again)
+                worthy = link.worthy(lacking, now)
+                if link.write is WritePolicy.THROUGH:
+                    link.offer(len(lacking), worthy)
+
+    def forget(self, keys: Sequence[BlockKey] | None = None) -> None:
+        """Do not write these, or any, that wait."""
+        for link in self._links:
+            link.forget(keys)
+        for catch_up in self._catch_ups.values():
+            catch_up.forget(keys)
+
+    def unsaved(self, keys: Sequence[BlockKey]) -> Collection[BlockKey]:
+        """Those of host memory's keys that would be written down before they are evicted, and have
+        not been yet."""
+        for link in self._links:
+            if link.source == HOST and link.write is WritePolicy.ON_EVICT and keys:
+                return set(self._lacking(link, link.admitted(keys)))
+        return ()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is to be written yet."""
+        for link in self._links:  # asked in every step of an engine: no generator
+            left = link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
+            if left and not link.awaits_budget:
+                return True
+        return bool(self._catch_ups) and any(each.pending for each in self._catch_ups.values())
+
+    def step(self, now: float) -> None:
+        """Start what there is room for."""
+        self._learn(_STEP_KEYS)
+        self._count_lost()
+        if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
+            return
+        for link in self._links:
+            down = self._health.down(link.target, now)
+            if down:
+                keys = link.take(link.backlog)
+                link.drop("down", len(keys))
+                link.missed(keys)
+                self._pass_on(link, keys, now)
+                link.pressed = False
+            elif link.backlog:
+                count = min(link.room, STEP_BLOCKS, link.backlog)
+                self._write(link, link.take(link.affordable(count)), now)
+            if link.target in self._catch_ups:
+                self._catch_up(link, self._catch_ups[link.target], now, down=down)
+            elif link.pressed:
+                self._demote(link, now)
+        for tier in self._others:
+            if tier.recovered:
+                tier.forget_recovered()
+
+    def settled(self, move: Settled, result: TransferResult, now: float) -> None:
+        """Book the end of a move of ours."""
+        transfer = move.move.transfer
+        link = self._into[transfer.target]
+        link.stats.in_flight -= len(transfer.keys)
+        link.stats.written += len(move.committed)
+        link.stats.bytes_written += result.bytes_moved
+        link.failed(move.failed.values())
+        self._health.observe(transfer.target, result.outcomes, now)
+        self.committed(transfer.target, move.committed, now)
+        refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
+        # What is full would take the bytes of each, use by use, before it refuses them again.
+        full = Outcome.NO_SPACE
+        link.missed(key for key in refused if move.failed[key] is not full)
+        self._pass_on(link, refused, now)
+        if refused and not move.committed:  # not again before something else wants room above
+            link.pressed = False
+
+    def stats(self) -> list[LinkStats]:
+        """Counters and gauges of every link."""
+        for link in self._links:
+            link.stats.waiting = link.backlog
+            if link.target in self._catch_ups:
+                link.stats.behind = self._catch_ups[link.target].behind
+        return [link.stats for link in self._links]
+
+    def _catch_up(self, link: Link, catch_up: CatchUp, now: float, *, down: bool) -> None:
+        keys = catch_up.next(now, min(link.spare, STEP_BLOCKS), down=down)
+        if keys:
+            link.stats.offered += len(keys)
+            link.stats.admitted += len(keys)
+            self._write(link, keys, now, old=True)
+            catch_up.began(keys, now)
+
+    def _write(
+        self, link: Link, keys: Sequence[BlockKey], now: float, *, old: bool = False
+    ) -> None:
+        # From host memory the mover writes without a copy; the tier above is the second choice.
+        for source in dict.fromkeys((HOST, link.source)):
+            if keys:
+                keys, left = self._carry(link, source, keys, now, old=old)
+                lacking = self._lacking(link, left)
+                link.missed(lacking)
+                self._pass_on(link, lacking, now)
+        if keys:  # what was used while it was on its way up, from there or past it, is not gone
+            here = self._tiers[HOST].lookup(self._lacking(link, keys))
+            link.drop("gone", here.count(Presence.MISS))
+
+    def _demote(self, link: Link, now: float) -> None:
+        """Write down what eviction will take next, so that it takes nothing that is only there."""
+        source = self._tiers[link.source]
+        ahead = max(1, min(AHEAD_BLOCKS_MAX, self._slots[link.source] // 8))
+        short = ahead - source.stats().free
+        if short <= 0:
+            link.pressed = False
+            return
+        # What the tier below has, or will have, is lost to nobody when it is evicted.
+        alone = self._lacking(link, link.admitted(source.victims(short)))
+        keys = alone[: link.affordable(min(link.room, STEP_BLOCKS, len(alone)))]
+        link.pressed = len(keys) < len(alone)
+        if keys:
+            under_way = link.stats.in_flight
+            # Victims come tail first, but a tier takes what it is given first for a prompt's head.
+            self._carry(link, link.source, keys[::-1], now)
+            if link.stats.in_flight == under_way:  # none was taken: try again when that may help
+                link.pressed = False
+
+    def _carry(
+        self, link: Link, source: int, keys: Sequence[BlockKey], now: float, *, old: bool = False
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Start to move what the source has and the target has not. Answers with what the source
+        lacks, and with what the target has or has no room for."""
+        deadline = now + self._settings[link.target].store_deadline.seconds
+        # What is bad must not spread: only what the engine has just stored here goes on unproved.
+        prove = old or source != HOST or self._ledger.unproved.any_of(keys)
+        transfer, absent = self._ledger.carry(source, link.target, keys, deadline, prove)
+        if transfer is not None:
+            if self._mover.submit(transfer):
+                link.stats.in_flight += len(transfer.keys)
+            else:
+                self._ledger.refuse(transfer)
+                link.drop("refused", len(transfer.keys))
+                link.missed(transfer.keys)
+        settled = {*absent, *(transfer.keys if transfer is not None else ())}
+        left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
+        return absent, left
+
+    def _pass_on(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+        """What a tier has no room for, cannot write, or may not, may go to the one below all the
+        same."""
+        if keys:
+            for below in self._links:
+                if below.source == link.target:
+                    self._offer(below, keys, now)
+
+    def _offer(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+        self._pass_on(link, link.committed(self._lacking(link, keys), now), now)
+
+    def _count_lost(self) -> None:
+        """Count what was evicted before there was time to write it down."""
+        evicted, self._ledger.evicted = self._ledger.evicted, []
+        for tier, keys in evicted:
+            for link in self._links:
+                link.pressed |= link.source == tier
+                if link.source == tier and link.write is WritePolicy.ON_EVICT:
+                    link.drop("gone", len(self._lacking(link, link.admitted(keys))))
+
+    def _lacking(self, link: Link, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that a link's tier neither has nor is about to have."""
+        below = self._tiers[link.target].lookup(keys)
+        return [key for key, at in zip(keys, below, strict=True) if at is Presence.MISS]
+
+
+# The way down: what is offered to a tier, what is admitted, and how much of it is under way.
+
+FINGERPRINT_BYTES = 12
+TOUCHES_KEPT = 1 << 16
+MISSED_KEPT = 1 << 16
+
+
+class LinkStats(msgspec.Struct):
+    """Counters and gauges of the way into one tier, in blocks."""
+
+    target: str
+    offered: int = 0
+    admitted: int = 0
+    written: int = 0
+    bytes_written: int = 0
+    waiting: int = 0
+    in_flight: int = 0
+    behind: int = 0
+    """Blocks above that outlived an earlier process, and that this tier may lack: they are looked
+    at, and written, in the background."""
+    drops: dict[str, int] = {}
+    """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
+    is failing), "refused" (by the mover), "budget" (others are worth more of what may be
+    written)."""
+    failures: dict[str, int] = {}
+    """Blocks whose transfer failed, by outcome."""
+
+
+class Touches:
+    """A bounded memory of which blocks have been used, and which twice.
+
+    It keeps the last bytes of the hash and the group: a collision admits one block too early, no
+    more. The oldest use is forgotten first.
+    """
+
+    def __init__(self, kept: int = TOUCHES_KEPT) -> None:
+        self._kept = kept
+        # Ordered, because a plain dict finds its oldest entry by passing all that were deleted.
+        self._seen: OrderedDict[bytes, bool] = OrderedDict()
+
+    def note(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Remember one more use of each key; answers with those that were used before."""
+        seen = self._seen
+        again = []
+        for key in keys:
+            mark = key[-FINGERPRINT_BYTES:]
+            if seen.pop(mark, None) is not None:
+                again.append(key)
+                seen[mark] = True
+            else:
+                seen[mark] = False
+        while len(seen) > self._kept:
+            seen.popitem(last=False)
+        return again
+
+    def twice(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of the keys that are known to have been used twice."""
+        return [key for key in keys if self._seen.get(key[-FINGERPRINT_BYTES:])]
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+class Link:
+    """The way into one tier. Bounded: what waits, and what is under way and so holds pins above."""
+
+    def __init__(
+        self,
+        plan: LinkPlan,
+        target: str,
+        queue_blocks: int,
+        window: int,
+        above: int = 0,
+        below: int = 0,
+        allowance: WriteAllowance | None = None,
+    ) -> None:
+        """`above` and `below` are how many blocks the tiers hold; `allowance` is the target's."""
+        self.source = plan.source
+        self.target = plan.target
+        self.write = plan.write
+        # What is evicted above was used before all that stays there: to know then whether it was
+        # used twice, uses have to be remembered for as many blocks more as that tier holds.
+        touches = Touches(TOUCHES_KEPT + above)
+        self.touches = touches if plan.admission is Admission.SECOND_TOUCH else None
+        self.allowance = allowance
+        remembered = TOUCHES_KEPT + above + below
+        self.dynamic = None if allowance is None else DynamicAdmission(remembered)
+        self.stats = LinkStats(target)
+        self.pressed = False
+        """Whether the tier above took something in since it was last looked at."""
+        self._missed: OrderedDict[BlockKey, None] = OrderedDict()
+        self._waiting: deque[BlockKey] = deque()
+        self._queued: set[BlockKey] = set()
+        self._queue_blocks = queue_blocks
+        self._window = max(1, min(window, queue_blocks))
+
+    @property
+    def room(self) -> int:
+        """How many more blocks may be under way."""
+        return max(0, self._window - self.stats.in_flight)
+
+    @property
+    def spare(self) -> int:
+        """How many more may be under way of what is not urgent: half of the rest is for what is."""
+        return 0 if self._waiting else max(0, (self._window + 1) // 2 - self.stats.in_flight)
+
+    @property
+    def backlog(self) -> int:
+        """How many blocks wait."""
+        return len(self._waiting)
+
+    def affordable(self, count: int) -> int:
+        """How many of the next so many blocks may be written at this moment."""
+        return count if self.allowance is None else self.allowance.blocks(count)
+
+    @property
+    def awaits_budget(self) -> bool:
+        """Whether nothing may be written for a while."""
+        allowance = self.allowance
+        return allowance is not None and allowance.level < allowance.block_bytes
+
+    def committed(self, keys: Sequence[BlockKey], now: float) -> Sequence[BlockKey]:
+        """The tier above has these now, which this one lacks; answers with those that are not
+        written for want of budget."""
+        self.pressed = True
+        admitted = keys if self.touches is None else self.touches.note(keys)
+        worthy = self.worthy(admitted, now)
+        if self.write is not WritePolicy.THROUGH:
+            return []
+        self.offer(len(keys), worthy)
+        chosen = set(worthy) if len(worthy) < len(admitted) else admitted
+        return [key for key in admitted if key not in chosen] if chosen is not admitted else []
+
+    def worthy(
+        self, keys: Sequence[BlockKey], now: float, uses: Sequence[int] = ()
+    ) -> Sequence[BlockKey]:
+        """Those on which the write budget is best spent; all where there is none. `uses` says how
+        often each was used, of blocks that outlived a restart."""
+        if self.dynamic is None or self.allowance is None:
+            return keys
+        room = self.allowance.level / self.allowance.block_bytes - len(self._waiting)
+        worthy = self.dynamic.select(keys, room, now, uses)
+        if self.write is WritePolicy.THROUGH:
+            self.drop("budget", len(keys) - len(worthy))
+        return worthy
+
+    def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """A request has used these, wherever they were; answers with those that are to be offered
+        now, because it was their second use or the tier missed them, unless it has them. Within a
+        budget each use is one more chance."""
+        if self.touches is not None:
+            again = self.touches.note(keys)
+            return again if self.write is WritePolicy.THROUGH else []
+        if self.dynamic is not None:
+            return keys
+        again = [key for key in keys if key in self._missed] if self._missed else []
+        for key in again:
+            self._missed.pop(key, None)
+        return again
+
+    @property
+    def listens(self) -> bool:
+        """Whether it matters to this link what is used."""
+        return self.touches is not None or self.dynamic is not None or bool(self._missed)
+
+    def missed(self, keys: Iterable[BlockKey]) -> None:
+        """The tier was down, or had no room, when these came: whoever uses one of them offers it
+        again. Of very many the oldest are forgotten."""
+        if self.write is WritePolicy.THROUGH and self.touches is None and self.dynamic is None:
+            self._missed.update(dict.fromkeys(keys))
+            while len(self._missed) > MISSED_KEPT:
+                self._missed.popitem(last=False)
+
+    def admitted(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those that this link would take."""
+        admitted = keys if self.touches is None else self.touches.twice(keys)
+        return admitted if self.dynamic is None else self.dynamic.admitted(admitted)
+
+    def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
+        """Let those that are admitted of so many wait to be written, as far as there is room."""
+        fresh = [key for key in admitted if key not in self._queued]
+        room = self._queue_blocks - len(self._waiting)
+        taken, left = fresh[:room], fresh[room:]
+        self.stats.offered += offered
+        self.stats.admitted += len(taken)
+        self.drop("full", len(left))
+        self.missed(left)
+        self._waiting.extend(taken)
+        self._queued.update(taken)
+
+    def take(self, count: int) -> list[BlockKey]:
+        """The next keys to write."""
+        keys = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._queued.difference_update(keys)
+        return keys
+
+    def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
+        """Do not write these (None: any) that wait, or were missed."""
+        asked = None if keys is None else set(keys)
+        for key in self._missed.keys() & (self._missed if asked is None else asked):
+            del self._missed[key]
+        gone = self._queued & (self._queued if asked is None else asked)
+        if gone:
+            self._waiting = deque(key for key in self._waiting if key not in gone)
+            self._queued -= gone
+
+    def drop(self, reason: str, count: int) -> None:
+        """Count blocks that are not written."""
+        if count:
+            self.stats.drops[reason] = self.stats.drops.get(reason, 0) + count
+
+    def failed(self, outcomes: Iterable[Outcome]) -> None:
+        """Count blocks whose writing failed."""
+        for outcome in outcomes:
+            name = outcome.value
+            self.stats.failures[name] = self.stats.failures.get(name, 0) + 1
+
+
+# After a restart: what outlived the process before in a tier, and the tier below may lack.
+#
+# That process died, or the tier below was down, before it was written there. Nobody knows which
+# blocks those are: all are looked at, a few at each step, and what the tier below lacks is written
+# as far as nothing fresher waits.
+
+LOOKED_AT = 256
+"""How many blocks one step looks at, in some 100 microseconds."""
+PAUSE_S = 1.0
+PAUSE_MAX_S = 300.0
+"""A tier that takes nothing is tried again after a pause, which doubles up to this."""
+PATIENCE_S = 10.0
+"""How long an idle engine is kept stepping for a tier that takes nothing, or does not know yet what
+it holds. What is left goes on when the engine steps again."""
+
+
+class CatchUp:
+    """The way of what was recovered into the tier of one link that is written through."""
+
+    def __init__(self, link: Link, source: Tier, target: Tier, holds: int) -> None:
+        """`holds` is how many blocks the target holds."""
+        self._link = link
+        self._source = source
+        self._target = target
+        self._holds = holds
+        self._looked_at = 0
+        self._full = False
+        self._ready: deque[BlockKey] = deque()
+        self._begun: list[BlockKey] = []
+        self._not_before = 0.0
+        self._pause_s = PAUSE_S
+        self._patient_until = 0.0
+        self.pending = source.recovered > 0
+        """Whether steps should go on for it though the engine is idle."""
+
+    @property
+    def behind(self) -> int:
+        """How many blocks are still to be looked at, or written."""
+        unseen = 0 if self._full else self._source.recovered
+        return unseen + len(self._ready) + len(self._begun)
+
+    def next(self, now: float, room: int, *, down: bool) -> Sequence[BlockKey]:
+        """What to write now, at most so many: the hottest of what is left."""
+        if not (self._begun or self._ready or self._source.recovered):
+            self.pending = False
+            return []
+        if not self._patient_until:
+            self._patient_until = now + PATIENCE_S
+        if self._begun:
+            self._see(now)
+        target = self._target
+        keys: list[BlockKey] = []
+        if not (down or target.unwell or target.learning or now < self._not_before):
+            if not self._ready:
+                self._look(now)
+                self._patient_until = now + PATIENCE_S
+            count = self._link.affordable(min(room, len(self._ready)))
+            keys = [self._ready.popleft() for _ in range(count)]
+            self._begun += keys
+        self.pending = self.behind > 0 and now < self._patient_until
+        return keys
+
+    def _see(self, now: float) -> None:
+        """What has become of what was begun. If a tier took none of it, all is tried again later;
+        else it is not the tier that fails, and a block waits for its use, as others do."""
+        below = self._target.lookup(self._begun)
+        coming = [k for k, at in zip(self._begun, below, strict=True) if at is Presence.PENDING]
+        lacking = [k for k, at in zip(self._begun, below, strict=True) if at is Presence.MISS]
+        if len(coming) + len(lacking) < len(self._begun):
+            self._pause_s = PAUSE_S
+            self._patient_until = now + PATIENCE_S
+        else:
+            self._try_again(lacking, now)
+        self._begun = coming
+
+    def began(self, keys: Sequence[BlockKey], now: float) -> None:
+        """These were given away to be written; for what there was no room there may be some later:
+        room in a shared bucket is granted piece by piece."""
+        below = self._target.lookup(keys)
+        refused = {key for key, at in zip(keys, below, strict=True) if at is Presence.MISS}
+        if refused:
+            self._begun = [key for key in self._begun if key not in refused]
+            self._try_again([key for key in keys if key in refused], now)
+            self.pending = self.behind > 0 and now < self._patient_until
+
+    def _try_again(self, keys: Sequence[BlockKey], now: float) -> None:
+        """After a while, what is still here."""
+        above = self._source.lookup(keys)
+        left = [key for key, at in zip(keys, above, strict=True) if at is Presence.HIT]
+        if left:
+            self._ready.extendleft(reversed(left))
+            self._not_before = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
+
+    def _look(self, now: float) -> None:
+        """Look at some more. Of a tier that holds more than the one below only the hottest may
+        push anything out there, or every restart would write the same blocks again."""
+        left = max(self._holds - self._looked_at, self._target.stats().free)
+        self._full = left <= 0
+        if self._full:
+            return
+        keys, uses = self._source.take_recovered(min(LOOKED_AT, left))
+        self._looked_at += len(keys)
+        below = self._target.lookup(keys)
+        lacking = [at for at, found in enumerate(below) if found is Presence.MISS]
+        touches = self._link.touches
+        if touches is None:
+            left_over = [keys[at] for at in lacking]
+            used = [1 + uses[at] for at in lacking]  # its first use was the one that stored it
+            self._ready.extend(self._link.worthy(left_over, now, used))
+            return
+        # Its first use was the one that stored it.
+        self._ready.extend(keys[at] for at in lacking if uses[at])
+        self._ready.extend(touches.note(keys[at] for at in lacking if not uses[at]))
+
+    def forget(self, keys: Sequence[BlockKey] | None) -> None:
+        """Do not write these, or any, that were looked at and wait."""
+        gone = None if keys is None else set(keys)
+        self._ready = deque(key for key in self._ready if gone is not None and key not in gone)

@@ -1,7 +1,0 @@
-"""What others implement: the contracts between the chain, the tiers and the movers.
-
-- `backend`: a kind of tier, found by its entry point; it opens the other two.
-- `tier`: the catalogue of a medium, on the scheduler's thread.
-- `handler`: the data side of a medium, in the mover.
-- `mover`: what carries transfers out between two handlers.
-"""

@@ -1,0 +1,270 @@
+"""The copier for KV tensors that lie in host memory: an engine on its CPU platform.
+
+Each byte is read once: kernels for the processor copy records and take their checksums in one pass
+(`host_kernels`), all records of a load's batch in one call. Where there are none, one strided copy
+moves the pages of all layers of neighbouring blocks at once, at the speed of a plain memmove and
+without Python's lock, in strips that are added to the checksum right after, while the processor's
+caches hold them. If the checksum of a large record is wrong in the end, the load has failed, and
+the engine computes what the pages should hold; a small one is proved first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.device.copier import DeviceCopier, DeviceLayout, Host, Job, JobResult, Prover
+from kvtier.device.host_kernels import Kernels, OnePassCopies, build
+from kvtier.device.proofs import LoadProofs, Parts
+from kvtier.device.queue import Batch, JobQueue, each_row, or_failed
+from kvtier.record.record import Buffer, PartSum, part_sum
+from kvtier.types import Outcome
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
+
+_STRIP_BYTES = 256 << 10
+"""Processors have several times as much cache for each core. A part that is no larger is proved
+before it is copied from there."""
+
+
+def host_arrays(caches: Any) -> list[Bytes]:
+    """The KV tensors of canonical caches in host memory as arrays of pages, without copying."""
+    return [entry.tensor.numpy().view(np.uint8) for entry in caches.tensors]
+
+
+class _Stack(NamedTuple):
+    """References whose pages are equally large and equally far apart: one strided array."""
+
+    pages: Bytes
+    """Block, reference, byte."""
+    at: int
+    """Where their pages begin in the part."""
+
+
+class PageCopier:
+    """Copies pages between KV tensors and a rank's part of a record, whose checksum it takes."""
+
+    def __init__(
+        self, layout: DeviceLayout, arrays: Sequence[Bytes], kernels: Kernels | None = None
+    ) -> None:
+        self._per_chunk = layout.blocks_per_chunk
+        self._keep = arrays
+        self._one_pass = kernels and OnePassCopies(kernels, layout, arrays)
+        self._stacks = [self._stack(layout, group, arrays) for group in range(len(layout.groups))]
+
+    def _stack(self, layout: DeviceLayout, group: int, arrays: Sequence[Bytes]) -> list[_Stack]:
+        refs = layout.groups[group]
+        stacks = []
+        first = 0
+        while first < len(refs):
+            stop, step = _alike(layout, group, arrays, first)
+            base = arrays[refs[first].tensor]
+            pages = np.lib.stride_tricks.as_strided(
+                base,
+                (layout.blocks, stop - first, refs[first].page_bytes),
+                (base.strides[0], step, 1),
+            )
+            stacks.append(_Stack(pages, layout.ref_at[group][first]))
+            first = stop
+        return stacks
+
+    def gather(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
+        """Copy blocks to their places in a part, from block `skip` of the chunk on; the checksum
+        of the part."""
+        if self._one_pass and (found := self._one_pass.store(group, ids, part)) is not None:
+            return found
+        for stack in self._stacks[group]:
+            host = self._host(stack, part)
+            for start, stop in _runs(ids):
+                block = ids[start]
+                pages = stack.pages[block : block + stop - start]
+                host[:, skip + start : skip + stop] = pages.swapaxes(0, 1)
+        return part_sum(part)
+
+    def scatter(self, group: int, blocks: Ints, parts: Parts, stated: Sums) -> Sums:
+        """Copy records' parts to these blocks of the device, a row of blocks each, to none where
+        its number is negative; the checksums of all parts. Copies nothing more once one is not as
+        stated; a small part that is not does not begin to be copied either."""
+        first = parts.of_slots.shape[1] <= _STRIP_BYTES
+        if self._one_pass:
+            sums = self._one_pass.load(group, blocks, parts, stated, proved_first=first)
+            if sums is not None:
+                return sums
+        found, right = np.empty_like(stated), True
+        for row, slot in enumerate(parts.slots.tolist()):
+            part = parts.of_slots[slot].data
+            if first or not right:
+                found[row] = part_sum(part)
+                right = right and bool(found[row] == stated[row])
+            if right:
+                found[row] = self._in_strips(group, blocks[row], part)
+                right = bool(found[row] == stated[row])
+        return found
+
+    def _in_strips(self, group: int, places: Ints, part: Buffer) -> int:
+        """Copy a part, and add up all of it."""
+        inside = np.flatnonzero(places >= 0)
+        if not len(inside):
+            return part_sum(part)
+        ids, skip = places[inside].tolist(), int(inside[0])
+        total, together = PartSum(len(part)), _runs(ids)
+        for stack in self._stacks[group]:
+            host = self._host(stack, part)
+            size = host[0].nbytes
+            step = max(1, _STRIP_BYTES // size)
+            for first in range(0, len(host), step):
+                strip = host[first : first + step]
+                at = stack.at + first * size
+                self._scatter(stack, ids, together, skip, strip, first)
+                total.add(part[at : at + strip.nbytes])
+        return total.value()
+
+    def _scatter(
+        self,
+        stack: _Stack,
+        ids: Sequence[int],
+        together: Sequence[tuple[int, int]],
+        skip: int,
+        host: Bytes,
+        first: int,
+    ) -> None:
+        """Copy these of a stack's references, from its `first` on."""
+        for start, stop in together:
+            block = ids[start]
+            pages = stack.pages[block : block + stop - start, first : first + len(host)]
+            pages.swapaxes(0, 1)[:] = host[:, skip + start : skip + stop]
+
+    def _host(self, stack: _Stack, part: Buffer) -> Bytes:
+        _, refs, size = stack.pages.shape
+        array = np.frombuffer(part, np.uint8, refs * self._per_chunk * size, stack.at)
+        return array.reshape(refs, self._per_chunk, size)
+
+
+def _alike(
+    layout: DeviceLayout, group: int, arrays: Sequence[Bytes], first: int
+) -> tuple[int, int]:
+    """Where the references end that form one strided array with the first, and its step."""
+    refs = layout.groups[group]
+
+    def address(index: int) -> int:
+        return int(arrays[refs[index].tensor].__array_interface__["data"][0])
+
+    def shape(index: int) -> tuple[int, int]:
+        return refs[index].page_bytes, arrays[refs[index].tensor].strides[0]
+
+    stop = first + 1
+    if stop == len(refs) or shape(stop) != shape(first):
+        return stop, 0
+    step = address(stop) - address(first)
+    while (
+        stop < len(refs)
+        and shape(stop) == shape(first)
+        and address(stop) - address(stop - 1) == step
+    ):
+        stop += 1
+    return stop, step
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions of neighbouring block numbers, as (start, stop)."""
+    cuts = [i for i in range(1, len(ids)) if ids[i] != ids[i - 1] + 1]
+    return list(zip([0, *cuts], [*cuts, len(ids)], strict=True))
+
+
+class CpuCopier(DeviceCopier):
+    """Moves records with a few threads; one for stores, which waits while loads need the time."""
+
+    _BATCH_BYTES = 4 << 20
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        arrays: Sequence[Bytes],
+        host: Host,
+        namespace: bytes,
+        *,
+        load_threads: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._pages = PageCopier(layout, arrays, build())
+        self._prover = Prover(layout, host, namespace)
+        self._proofs = LoadProofs(layout, host, namespace)
+        self._job_queue = job_queue = JobQueue(
+            layout, self._prover, self._BATCH_BYTES, clock, sharers=load_threads
+        )
+        takes = [job_queue.load] * load_threads + [job_queue.store_after_loads]
+        self._threads: list[threading.Thread] = []
+        try:
+            for take in takes:
+                thread = threading.Thread(
+                    target=self._run, args=(take,), name="kvtier-copy", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
+
+    def submit(self, job: Job, mark: object = None) -> None:
+        self._job_queue.submit(job)
+
+    def poll(self) -> list[JobResult]:
+        return self._job_queue.poll()
+
+    def give_up(self, id: int) -> None:
+        self._job_queue.give_up(id)
+
+    def wait(self, ids: Collection[int]) -> None:
+        self._job_queue.wait(ids)
+
+    def close(self) -> None:
+        self._job_queue.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, take: Callable[[], Batch | None]) -> None:
+        while (batch := self._job_queue.next(take)) is not None:
+            self._job_queue.finish(batch, self._move_all(batch))
+
+    def _move_all(self, batch: Batch) -> list[Outcome]:
+        if batch.work.loading:
+            return or_failed(batch, partial(self._load, batch))
+        return each_row(batch, self._store)
+
+    def _store(self, batch: Batch, row: int) -> Outcome:
+        work = batch.work
+        key, slot, group = work.record(row)
+        prover = self._prover
+        if not prover.reserved(slot, key).ok:
+            return Outcome.GONE
+        at, skip = int(work.pieces.at[row]), int(work.pieces.skip[row])
+        ids = work.job.blocks.ids[at : at + int(work.pieces.length[row])].tolist()
+        checksum = self._pages.gather(group, ids, skip, prover.part(slot, group))
+        return prover.complete(slot, key, group, checksum)
+
+    def _load(self, batch: Batch) -> list[Outcome]:
+        """Prove records, and copy them up to the first of the load that is not right."""
+        work, group = batch.work, batch.group
+        keys = [work.job.keys[row] for row in batch.rows]
+        slots = [work.job.slots[row] for row in batch.rows]
+        records = self._proofs.look_at(slots, keys, group)
+        blocks = work.places(batch.rows, self._layout.blocks_per_chunk)
+        right = records.fit.copy()
+        copied = np.logical_and.accumulate(right) & (not work.failed)
+        blocks[~copied] = -1
+        rows = np.flatnonzero(right)
+        if len(rows):
+            stated = records.stated[rows]
+            found = self._pages.scatter(group, blocks[rows], records.parts.only(rows), stated)
+            right[rows] = found == stated
+        copied &= np.logical_and.accumulate(right)
+        return records.outcomes(right, copied)

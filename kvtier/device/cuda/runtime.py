@@ -1,0 +1,237 @@
+"""The CUDA runtime in this process, and its batched copies."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvtier.device.accelerator import Event
+from kvtier.device.copier import Ints
+from kvtier.system.numa import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def forget_error(cudart: Any) -> None:
+    """An error that was dealt with must not be reported by the next call that has none."""
+    cudart.cudaGetLastError()
+
+
+def leave_captures_alone() -> None:
+    """Let this thread work while another one captures a graph, which it would spoil otherwise."""
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+_CAPTURE_RELAXED = 2
+
+
+def cores_near(index: int, topology: Topology) -> set[int]:
+    """The cores of the NUMA node that a device is at; empty if there is nothing to choose."""
+    name = ctypes.create_string_buffer(32)
+    cudart = runtime()
+    if cudart.cudaDeviceGetPCIBusId(name, ctypes.c_int(len(name)), ctypes.c_int(index)):
+        forget_error(cudart)
+        return set()
+    node = topology.node_of(name.value.decode())
+    cores = topology.cores(node)
+    if cores:
+        logger.info("copies of CUDA device %d run on the cores of NUMA node %d", index, node)
+    return cores
+
+
+_RUNTIME = re.compile(r"libcudart(-\w+)?\.so[.\d]*")
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL:
+    """The CUDA runtime in this process: torch has loaded one, and there must not be two.
+
+    Looked for once: an engine has thousands of mappings, and each thread of a copier asks. Others
+    load stand-ins of a similar name (TileLang's `libcudart_stub.so`).
+    """
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        lines = [line.removesuffix(" (deleted)\n") for line in maps if "libcudart" in line]
+    mapped = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
+    paths = [path for path in mapped if _RUNTIME.fullmatch(path.rpartition("/")[2])]
+    if not paths:
+        raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
+    return ctypes.CDLL(sorted(paths)[0])
+
+
+# Points in a CUDA stream that can be waited for.
+
+
+def event_on(torch: Any, stream: Any) -> Event:
+    """The point that a stream has come to, for threads that sleep until then."""
+    event: Event = torch.cuda.Event(blocking=True)
+    event.record(stream)  # type: ignore[attr-defined]
+    return event
+
+
+def end_of(torch: Any, stream: Any) -> Event:
+    """The point that a stream of the copier's has come to. Where no event can be had, the stream
+    itself, which can be waited for as well: what it has been given must not outlive its job."""
+    try:
+        return event_on(torch, stream)
+    except RuntimeError:
+        own: Event = stream
+        return own
+
+
+# Copies of many pieces in one call of the CUDA runtime.
+
+
+def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
+    """Wrap an operation on tensors of pointers, like vLLM's `swap_blocks_batch`, which takes
+    sources first. With drivers before 12.8 it copies piece by piece, and says of no error."""
+    import torch
+
+    cudart = runtime()
+
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        tensors = [torch.from_numpy(column) for column in (sources, targets, sizes)]
+        forget_error(cudart)  # somebody else's
+        operation(tensors[0], tensors[1], tensors[2], quiet_source)
+        if result := cudart.cudaGetLastError():
+            raise RuntimeError(f"a batch of copies: error {result}")
+        return tensors
+
+    return copy
+
+
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_IN_STREAM_ORDER = 1
+
+
+_ANY_ORDER = 3
+
+
+_OVERLAP_WITH_COMPUTE = 1
+
+
+_UNSUPPORTED = (36, 801)
+"""The driver is too old for the call, or the platform does not have it."""
+
+
+def runtime_copy(torch: Any) -> BatchCopy:
+    """cudaMemcpyBatchAsync of the runtime that torch has loaded; piece by piece where that, or the
+    driver, is older than 12.8."""
+    cudart = runtime()
+    version, driver = ctypes.c_int(), ctypes.c_int()
+    cudart.cudaRuntimeGetVersion(ctypes.byref(version))
+    cudart.cudaDriverGetVersion(ctypes.byref(driver))
+    one_by_one = _piece_by_piece(torch, cudart)
+    if min(version.value, driver.value) < 12080:
+        logger.warning("CUDA before 12.8 has no batched copies: every page costs a call")
+        return one_by_one
+    fails_at = [ctypes.c_size_t()] if version.value < 13000 else []
+    first = (ctypes.c_size_t * 1)(0)
+    orders = [
+        ctypes.byref(_Attributes(source_order=order, flags=_OVERLAP_WITH_COMPUTE))
+        for order in (_IN_STREAM_ORDER, _ANY_ORDER)
+    ]
+    batched = True
+
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        nonlocal batched
+        if not batched:
+            return one_by_one(targets, sources, sizes, quiet_source)
+        columns = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
+        result = cudart.cudaMemcpyBatchAsync(
+            *(ctypes.c_void_p(each.__array_interface__["data"][0]) for each in columns),
+            ctypes.c_size_t(len(sizes)),
+            orders[quiet_source],
+            first,
+            ctypes.c_size_t(1),
+            *(ctypes.byref(each) for each in fails_at),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+        if not result:
+            return columns
+        forget_error(cudart)
+        if result not in _UNSUPPORTED:
+            raise RuntimeError(f"cudaMemcpyBatchAsync: error {result}")
+        logger.warning("no batched copies here (CUDA error %d): every page costs a call", result)
+        batched = False
+        return one_by_one(targets, sources, sizes, quiet_source)
+
+    return copy
+
+
+def _piece_by_piece(torch: Any, cudart: Any) -> BatchCopy:
+    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pieces = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+        for target, source, size in pieces:
+            result = cudart.cudaMemcpyAsync(
+                ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), 4, stream
+            )
+            if result:
+                forget_error(cudart)
+                raise RuntimeError(f"cudaMemcpyAsync: error {result}")
+        return None
+
+    return copy
+
+
+# Copies of many pieces in one call: what may do them, how many at once, and what else may.
+
+BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
+"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
+the device writes to the sources meanwhile. Returns what must live until they are done."""
+
+
+_PIECES = 4096
+"""Pieces in one call. A driver of CUDA 13.0 crashed over 50,000, which small pages could make."""
+
+
+def few_at_once(copy: BatchCopy) -> BatchCopy:
+    """The same copy, in as many calls as it takes."""
+
+    def split(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        if len(sizes) <= _PIECES:
+            return copy(targets, sources, sizes, quiet_source)
+        cuts = [slice(at, at + _PIECES) for at in range(0, len(sizes), _PIECES)]
+        return [copy(targets[cut], sources[cut], sizes[cut], quiet_source) for cut in cuts]
+
+    return split
+
+
+def or_else(copy: BatchCopy, other: Callable[[], BatchCopy]) -> BatchCopy:
+    """The same copy; once it has failed, another one."""
+    current = copy
+    changing = threading.Lock()
+
+    def tried(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
+        nonlocal current
+        way = current
+        try:
+            return way(targets, sources, sizes, quiet_source)
+        except RuntimeError as error:
+            if way is not copy:
+                raise
+            with changing:  # it fails in several threads at once
+                if current is copy:
+                    logger.warning("copies go another way: %s", error)
+                    current = other()
+            return current(targets, sources, sizes, quiet_source)
+
+    return tried

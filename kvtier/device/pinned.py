@@ -1,0 +1,216 @@
+"""Host memory that a device can reach directly: registered in pieces, as many as it gets.
+
+While the driver pins, what else wants its locks waits, the engine's own calls and those of other
+ranks too: some milliseconds for a piece. So as much as can be is pinned before an engine serves, at
+full speed, and the rest where there is room for it beside the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
+
+from kvtier.core.slab.pieces import PIECE_BYTES, pieces_of
+from kvtier.device.queue import Gaps, Steps
+from kvtier.record.record import Buffer
+from kvtier.system.memory import GIB, SAY_EVERY_S, Populating, address_of, system_takes
+
+logger = logging.getLogger(__name__)
+
+_FIRST_S = 2.0
+_FIRST_BYTES_A_S = 8 * GIB
+"""An engine's start waits for pinning for two seconds, or one for so many bytes, if that is more:
+what is not pinned then is slower for a long time if the engine never rests."""
+_LOOK_S = 0.02
+_UNPIN_S = 1.0
+"""An engine's end waits no longer; what is left is the process's end to give back."""
+
+_left: list[Buffer] = []
+"""Memory that stays mapped because it is still pinned: what came to its addresses otherwise could
+not be pinned, and would seem to be."""
+
+
+class Registrar(Protocol):
+    """The driver's two calls."""
+
+    def register(self, address: int, size: int) -> str | None:
+        """Pin a range; the reason if the driver refuses."""
+
+    def unregister(self, address: int) -> None:
+        """Give it back."""
+
+
+class PinnedMemory:
+    """A region's slots, to be pinned in an order, until this is closed.
+
+    If a piece is refused, copies from and to the rest go through the driver's own buffers, which
+    works and is slower. Those before are kept: copies use them by now, and must not lose memory on
+    their way.
+    """
+
+    def __init__(
+        self,
+        data: Buffer,
+        slot_bytes: int,
+        registrar: Registrar,
+        *,
+        order: Sequence[range] = (),
+        least_bytes: int = 0,
+        steps: Steps | None = None,
+        note: Callable[[int], object] = lambda slots: None,
+        cores: Collection[int] = (),
+        piece_bytes: int = PIECE_BYTES,
+        page_bytes: int = mmap.PAGESIZE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registrar = registrar
+        self._data = data[:]
+        self._addresses: list[int] = []
+        self._base = address_of(data)
+        self._size = len(data)
+        self._slot_bytes = slot_bytes
+        self._page_bytes = page_bytes
+        self._order = list(order) or list(
+            pieces_of(len(data) // slot_bytes, slot_bytes, self._base, piece_bytes, page_bytes)
+        )
+        self._least_bytes = least_bytes
+        self._steps = steps or Steps()
+        self._gaps = Gaps(self._steps, clock)
+        self._note = note
+        self._cores = cores
+        self._clock = clock
+        self._pinned = 0
+        self._rate = 0.0
+        """Seconds that a byte takes."""
+        self._refused = False
+        self._began = self._said = clock()
+        note(0)
+
+    # -- before the engine serves ----------------------------------------------------------
+
+    def pin_first(self, stopping: threading.Event) -> None:
+        """Pin as much as the engine's start is to wait for, or all. None if it has begun to work:
+        then it waits for nothing."""
+        end = self._began + max(_FIRST_S, self._size / _FIRST_BYTES_A_S)
+        self._said = self._clock()
+        populating: Populating | None = None
+        for index, piece in enumerate(self._order):
+            late = self._clock() >= end and self._pinned >= self._least_bytes
+            if late or self._steps.any or self._refused or stopping.is_set():
+                break
+            if populating is None:
+                logger.info("pinning %.1f GiB of CPU memory", self._size / GIB)
+                populating = Populating([self._range(each) for each in self._order], self._cores)
+            populating.wait(index)
+            self._pin(piece)
+            self._say_how_far()
+        if populating is not None:
+            populating.stop()
+        self._say_where()
+
+    # -- beside it -------------------------------------------------------------------------
+
+    def pin_rest(self, stopping: threading.Event) -> bool:
+        """Pin what is left where the engine leaves room; whether the device reaches all of it
+        directly now. Ends early if it is to stop."""
+        behind = self._pinned < self._size
+        for piece in self._left_over():
+            while len(piece) and not self._refused:
+                room = self._gaps.room(self._slot_bytes * self._rate)
+                if not room:
+                    if stopping.wait(_LOOK_S):
+                        return False
+                    continue
+                if stopping.is_set():
+                    return False
+                took = self._slice(piece, room)
+                system_takes(*self._range(took))  # else the driver maps it, and holds its locks
+                self._gaps.took(self._pin(took))
+                self._say_how_far()
+                piece = piece[len(took) :]
+        if behind and not self._refused:
+            seconds = self._clock() - self._began
+            logger.info("all %.1f GiB of CPU memory are pinned (%.0f s)", self._size / GIB, seconds)
+        return not self._refused
+
+    def _left_over(self) -> Iterator[range]:
+        skip = self._pinned // self._slot_bytes
+        for piece in self._order:
+            if len(piece) > skip:
+                yield piece[skip:]
+            skip = max(0, skip - len(piece))
+
+    def _slice(self, piece: range, seconds: float) -> range:
+        """As many of a piece's slots as can be pinned meanwhile, and one at the least; one where it
+        is not known how long that takes."""
+        slots = int(seconds / (self._rate * self._slot_bytes)) if self._rate else 1
+        end = min(piece.start + max(slots, 1), piece.stop)
+        while end < piece.stop and (self._base + end * self._slot_bytes) % self._page_bytes:
+            end += 1
+        return range(piece.start, end)
+
+    # -- both ------------------------------------------------------------------------------
+
+    def _range(self, piece: range) -> tuple[int, int]:
+        return self._base + piece.start * self._slot_bytes, len(piece) * self._slot_bytes
+
+    def _pin(self, piece: range) -> float:
+        """Pin some slots; how long the driver took."""
+        address, size = self._range(piece)
+        before = self._clock()
+        reason = self._registrar.register(address, size)
+        taken = self._clock() - before
+        if reason is not None:
+            self._refused = True
+            logger.warning(
+                "%d of the CPU region's %d bytes stay pageable, so that their copies are "
+                "slower: pinning more was refused (%s). Raise the memlock limit (ulimit -l), "
+                "or make the cpu tier's capacity smaller",
+                self._size - self._pinned,
+                self._size,
+                reason,
+            )
+            return taken
+        self._addresses.append(address)
+        self._pinned += size
+        self._rate = taken / size
+        self._note(self._pinned // self._slot_bytes)
+        return taken
+
+    def _say_how_far(self) -> None:
+        if self._clock() - self._said >= SAY_EVERY_S and self._pinned < self._size:
+            self._said = self._clock()
+            logger.info("pinned %.1f of %.1f GiB", self._pinned / GIB, self._size / GIB)
+
+    def _say_where(self) -> None:
+        seconds = self._clock() - self._began
+        if self._pinned == self._size:
+            what = "all"
+        elif self._refused:
+            return
+        else:
+            what = "the rest follows while the engine rests"
+        logger.info(
+            "%.1f of %.1f GiB of CPU memory are pinned after %.1f s: %s",
+            self._pinned / GIB,
+            self._size / GIB,
+            seconds,
+            what,
+        )
+
+    def close(self) -> None:
+        """Give all pieces back, the last one first, or leave them to the process's end if that
+        takes long; nothing may be copying any more."""
+        end = self._clock() + _UNPIN_S
+        while self._addresses and self._clock() < end:
+            self._registrar.unregister(self._addresses.pop())
+        if self._addresses:
+            _left.append(self._data)
+            self._addresses.clear()
+            self._data = memoryview(b"")
+            logger.debug("pinned memory is left to the end of the process")
+        self._data.release()

@@ -1,0 +1,401 @@
+"""The scheduler's side: answers vLLM's questions from the chain, and takes the workers' reports.
+
+What vLLM calls here runs on its scheduler thread: nothing blocks, nothing raises. Blocks become
+visible, and pins are released, when the workers' own reports say so (`report`), not when vLLM
+believes its job done: a job can fail, and after a reset vLLM does not mention it any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from kvtier.chain.hits import Decision, Shape, junction
+from kvtier.chain.ledger import Ticket
+from kvtier.chain.plan import HOST, JOINING
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import DEVICE
+from kvtier.stack import Stack
+from kvtier.types import BlockKey, Outcome
+from kvtier.vllm.engine_load import Backlog, Pace
+from kvtier.vllm.hints import Hints
+from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.requests import (
+    Arrivals,
+    Expected,
+    LoadDeadlines,
+    Pending,
+    RequestState,
+    Room,
+    WaitingRequests,
+)
+from kvtier.vllm.waiting_prefetches import WaitingPrefetches
+
+logger = logging.getLogger(__name__)
+
+
+class ChainManager:
+    """The chain in the words of vLLM's offloading manager, free of vLLM's types."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        *,
+        region: str,
+        ranks: int,
+        costs: CostModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stack = stack
+        self.chain = stack.chain
+        self._region, self._ranks = region, ranks
+        self.shapes: Mapping[int, Shape] = {}
+        """The cache groups that are kept; until they are known, nothing is found."""
+        self._clock, self.costs = clock, costs
+        self.pace = Pace(costs, clock)
+        self._backlog = Backlog(costs, self.pace)
+        self._crowd = WaitingRequests()
+        namespace = stack.namespace
+        self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
+        self._copies = max(1, ranks // namespace.parts)
+        self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
+        self._patience = LoadDeadlines(costs, clock, self._load_seconds)
+        self._room = Room(self.chain.promises, self._patience, self._crowd, clock)
+        self._arrivals = Arrivals(self.chain, costs, clock)
+        self.ahead = WaitingPrefetches(self.chain, costs, namespace.group_bytes, clock)
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._computing, self._epoch = False, b""
+        self.hints = Hints(
+            self.chain, namespace, self._requests, lambda: (self.shapes, self._epoch), clock
+        )
+        self.failed_loads = self.late_loads = self.failed_stores = 0
+
+    # -- keys ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: str, salt: bytes | None = b"") -> None:
+        """A request was added; `salt` stands for what its block hashes do not cover, None for what
+        nobody knows."""
+        self._crowd.came(request)
+        kept = salt is not None
+        self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
+
+    def keep_no_more(self, request: str | None = None) -> None:
+        """What there is of this request, or of all (None), may be half computed, or wrong. It may
+        have ended, too, while a store of it is under way."""
+        for name in self._requests if request is None else self._requests.keys() & {request}:
+            self._requests[name].kept = False
+
+    def known_as(self, key: bytes, request: str) -> BlockKey:
+        """The key by which the tiers know this one of a request's."""
+        return self._state(request).known_as([key], self._epoch)[0]
+
+    def _state(self, request: str) -> RequestState:
+        state = self._requests.get(request)
+        if state is None:
+            state = self._requests[request] = RequestState()
+        return state
+
+    # -- loads -----------------------------------------------------------------------------
+
+    def asks(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
+        """The engine is about to look up what it could load between these tokens; `scarce` if it
+        may lack the blocks for it."""
+        state = self._state(request)
+        self._crowd.asked(request, scarce)
+        if self.costs is not None:
+            self.costs.observe_waiting(self._crowd.behind)
+            self._backlog.tell()
+        state.start, state.limit, state.hits, state.junction = start, limit, None, 0
+
+    def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
+        """It has to wait for what is being copied (`loading` from the tiers), and will be asked
+        about again."""
+        self._crowd.put_off(request)
+        self._room.joins(self._state(request), self.shapes, loading)
+
+    def scheduled(self, request: str, start: int = 0, stop: int = 0) -> None:
+        """It has its blocks: for a load, or for tokens `start:stop`, which are computed now."""
+        self._crowd.scheduled(request)
+        self.ahead.left(request, served=True)
+        state = self._state(request)
+        self._backlog.admitted(request, max(start, state.start), stop)
+        state.waits_since = state.expected = state.joined = None
+
+    def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
+        """Whether a block is here, can be taken in, and is worth its load; None if the request had
+        better ask again in the next step, because others hold the room that its load takes, or
+        what another engine has computed is on its way.
+
+        vLLM asks block by block and group by group, windows from their end, in each step anew; the
+        first question of a step is answered for the whole request. `ends` are the request's keys
+        with the token after each, in order.
+        """
+        state = self._state(request)
+        if state.refused:
+            return False
+        hits = state.hits if state.hits is not None else self._answer(request, state, ends)
+        return None if state.waits else key in hits
+
+    def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
+        """Decide on all of a request: its hits, and whether it waits."""
+        state.arrange(self.shapes, ends, self._epoch)
+        state.spare, state.shortage, state.joined = self.chain.promises.spare(), None, None
+        state.waits = self._arrivals.awaits(request, state, self.shapes)
+        state.hits = set() if state.waits else self._look_up(state)
+        if not state.waits and state.decision.cramped and self._loading:
+            state.waits = self._room.awaits(request, state, state.end(self.shapes))
+        return state.hits
+
+    def expect(self, request: str) -> None:
+        """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
+        if self.hands_over(request):
+            self._state(request).expected = Expected(self._clock())
+
+    def hands_over(self, request: str) -> bool:
+        """Whether other engines find its blocks: after a reset this one has keys of its own."""
+        state = self._requests.get(request)
+        return state is not None and state.kept and not self._epoch
+
+    def still_waits(
+        self, request: str, ends: Mapping[bytes, int], loading: Collection[bytes] = ()
+    ) -> bool:
+        """Whether one that was told to ask again has to, before all of its keys are looked up."""
+        state = self._state(request)
+        if not state.waits or state.refused:
+            return not state.refused and self._room.still_joins(state, loading)
+        if self._arrivals.still_waits(state):
+            return True
+        if not (self._loading and self._room.still_awaits(request, state)):
+            self._answer(request, state, ends)
+        return state.waits
+
+    @property
+    def _loading(self) -> bool:
+        """Whether loads or prefetches are under way, which will let go of what they hold."""
+        loading = any(pending.ticket for pending in self._pending.values())
+        return loading or self.chain.prefetches.holds_room
+
+    def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
+        """Its whole prompt counts as used, once: also what the engine itself still has, which it
+        does not look up here, and would find gone when it has it no more."""
+        state = self._state(request)
+        if not (state.touched or state.refused):
+            state.touched = True
+            state.arrange(self.shapes, ends, self._epoch)
+            if state.columns:
+                sizes = self.stack.namespace.group_bytes
+                self.chain.touch(state.uses(self.shapes, sizes, self.chain.locate))
+
+    def _look_up(self, state: RequestState) -> set[bytes]:
+        columns, start, limit = state.columns, state.start, state.limit
+        if state.is_prefix(self.shapes):
+            ((group, asked, known),) = columns
+            tokens = self.shapes[group].tokens
+            first, last = start // tokens, limit // tokens
+            count = self.chain.worth(known[first:last], tokens, first * tokens, state.decision)
+            return set(asked[first : first + count])
+        spans = state.spans(self.shapes, self.stack.namespace.group_bytes)
+        stop, places = self.chain.reach(spans, start, limit, state.decision)
+        state.junction = junction(spans, places, start, limit)
+        hits: set[bytes] = set()
+        for column, span, found in zip(columns, spans, places, strict=True):
+            last = -(-stop // span.shape.tokens) if stop > start else 0
+            hits.update(
+                key
+                for key, at in zip(column.asked[:last], found, strict=False)
+                if at >= HOST or at == JOINING
+            )
+        return hits
+
+    def junction(self, request: str) -> int:
+        """The token at which others may part from this prompt, too: a hit could end there, were all
+        that it takes kept. 0 if there is none, or that is so already."""
+        return self._state(request).junction
+
+    def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
+        """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
+        state = self._state(request)
+        state.decision = Decision()
+        state.refused = True  # should this raise, the load fails, and must not be tried for ever
+        wanted = state.known_as(list(keys), self._epoch)
+        deadline = self._clock() + self._load_seconds
+        ticket = self.chain.begin_load(state.as_it_grows(wanted), request, deadline, proves=True)
+        slots = dict(zip(ticket.keys, getattr(ticket.spec, "slots", ()), strict=True))
+        errand = self._errand(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
+        files = ticket.files
+        errand.files = {at: files[key] for at, key in enumerate(wanted) if key in files}
+        self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
+        lower = ticket.lower_tiers()
+        if not lower and self.costs is not None:
+            sizes = map(self.stack.namespace.payload_of, wanted)
+            self.costs.started(DEVICE, errand.number, sum(sizes))
+        if lower and state.columns:
+            self._patience.began(
+                errand.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
+            )
+        state.sources = {
+            asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
+        }
+        state.refused = False
+        return errand
+
+    def source_of(self, key: bytes, request: str) -> int:
+        """The tier that a block of a request's load comes from."""
+        return self._state(request).sources.get(key, HOST)
+
+    # -- stores ----------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[bytes], request: str) -> tuple[list[bytes], Errand]:
+        """Room for those of the keys that are new and can be taken, in their order."""
+        state = self._state(request)
+        offered = list(keys) if state.kept else []
+        wanted = state.known_as(offered, self._epoch)
+        reservation = self.chain.prepare_store(state.as_it_grows(wanted))
+        grown = reservation.keys
+        slots = dict(zip(grown, getattr(reservation.spec, "slots", ()), strict=True))
+        mine = [key for key, known in zip(offered, wanted, strict=True) if known in slots]
+        taken = [known for known in wanted if known in slots]
+        errand = self._errand(taken, [slots[key] for key in taken], float("inf"))
+        if mine:
+            self._pending[errand.number] = Pending(request, taken, self._ranks, grown=grown)
+        return mine, errand
+
+    def _errand(self, keys: list[BlockKey], slots: list[int], deadline: float) -> Errand:
+        number = next(self._numbers)
+        return Errand(number, self._region, self._geometry, keys, slots, deadline)
+
+    # -- reports ---------------------------------------------------------------------------
+
+    def report(self, number: int, report: Report) -> str | None:
+        """What ranks say of an errand; names the request if its load has now failed."""
+        pending = self._pending.get(number)
+        merged = pending.merge(report) if pending is not None else None
+        if pending is None or merged is None:
+            return None
+        del self._pending[number]
+        if self.costs is not None:
+            self.costs.observe_memory(merged.pinned)
+        given_up = self._patience.ended(number)
+        self.chain.read_directly(merged.reads_files)
+        failed = pending.failed(merged)
+        if pending.ticket is None:
+            if pending.distrusted:
+                failed = dict.fromkeys(pending.keys, Outcome.DROPPED)
+            self.failed_stores += len(failed)
+            self.chain.complete_store(pending.grown, failed)
+            return None
+        if self._end_load(number, pending.ticket, merged, failed):
+            return None
+        late = given_up and set(failed.values()) == {Outcome.CANCELLED}
+        self._recompute(pending, failed, late)
+        return pending.request
+
+    def distrust_stores(self) -> None:
+        """Keep nothing that is being stored: another connector has not loaded what the engine took
+        for loaded, and all that is under way may have been computed from it."""
+        for pending in self._pending.values():
+            pending.distrusted = pending.ticket is None
+
+    def _end_load(
+        self, number: int, ticket: Ticket, report: Report, failed: dict[BlockKey, Outcome]
+    ) -> bool:
+        """Let go of what a load held, and learn from it; whether all of it has come."""
+        taken = set(ticket.keys)
+        # CANCELLED says that another block of the load failed, TIMEOUT that this one was late:
+        # neither says that the block itself is bad.
+        blamed = {
+            key: outcome
+            for key, outcome in failed.items()
+            if (outcome in (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR) and key in taken)
+            or key in ticket.files
+        }
+        # Ranks that hold the same have each read all of it.
+        moved, read = (n // self._copies for n in (report.bytes_moved, report.bytes_read))
+        self.chain.end_load(ticket, blamed, (read, report.read_seconds), taken - failed.keys())
+        if self.costs is not None:
+            size = 0 if failed else moved - read
+            self.costs.ended(DEVICE, number, not failed, report.busy_seconds, size)
+        return not failed
+
+    def _recompute(self, pending: Pending, failed: dict[BlockKey, Outcome], late: bool) -> None:
+        """Offer a request nothing any more, or, if its load was only `late`, what has come."""
+        state = self._requests.get(pending.request)
+        pending.tell_of_loss(failed.values(), late)
+        self.late_loads += late
+        self.failed_loads += not late
+        if state is not None:
+            state.refused = not late
+            state.decision = Decision(at_hand=late)
+
+    # -- the engine's steps ----------------------------------------------------------------
+
+    def on_schedule_end(self) -> None:
+        """Once a step: collect what the mover has done, start what is next."""
+        self.chain.poll()
+        if not self._crowd.short_of_room:
+            self.ahead.step(self._requests, self.shapes, self._epoch)
+            self.hints.step()
+
+    def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
+        """The engine computes so many prompt tokens now, after so many others; and of each."""
+        self._crowd.stepped()
+        self._backlog.stepped(each)
+        self._computing = bool(tokens)
+        self.pace.began(tokens, context)
+
+    def give_up(self) -> int | None:
+        """An errand of a load that is not worth waiting for any longer, if the engine has nothing
+        else to compute."""
+        return None if self._computing or self._crowd.anybody else self._patience.give_up()
+
+    def on_request_finished(self, request: str) -> None:
+        """The request asks for nothing any more; its errands may still be under way."""
+        self._requests.pop(request, None)
+        self.hints.gone(request)
+        self.ahead.left(request, served=False)
+        self._crowd.gone(request)
+        self._backlog.gone(request)
+
+    @property
+    def copying(self) -> bool:
+        """Whether workers have not reported all errands."""
+        return bool(self._pending)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed although no request is scheduled."""
+        return self.copying or self.chain.has_pending_work or self.hints.pending
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody asks for anything, and nothing is under way."""
+        return not (self._requests or self.has_pending_work)
+
+    def reset(self, keep: bool = False) -> None:
+        """The engine's weights may have changed: nothing stored so far is served any more. Or it
+        only pauses, and all is to be kept but what is being stored: its memory may go amid that.
+
+        New keys are not found by who starts with the weights on disk. Nothing is kept of requests
+        that are there: it may be of both weights, and vLLM offers even what windows have left.
+        """
+        if keep:
+            self.distrust_stores()
+        else:
+            self._epoch = os.urandom(16)
+            self.chain.clear()
+            self.ahead.forget()
+            self.hints.forget()
+            logger.info("cache reset: all tiers are empty, and later blocks are for this run only")
+        for state in self._requests.values():
+            state.positions = -1
+            state.hits = state.joined = state.expected = None
+            state.kept = state.waits = False
+
+    def close(self) -> None:
+        """Close the stack."""
+        self.stack.close()
