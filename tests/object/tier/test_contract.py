@@ -1,7 +1,7 @@
 """The object tier keeps the contract of every tier, over each kind of store."""
 
 import pytest
-from support.object.object_servers import ServerProcess
+from support.object.object_servers import ServerProcess, azure_endpoint
 from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.contract import TierContract
@@ -29,3 +29,13 @@ class TestRclone(TierContract):
     @pytest.fixture(autouse=True)
     def server(self, rclone_server: ServerProcess) -> None:
         type(self).subject = BucketSubject(rclone_server.endpoint)
+
+
+@pytest.mark.s3
+@pytest.mark.slow
+class TestAzurite(TierContract):
+    """Another cloud, by its own protocol: it checks signatures and refuses a second writer."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, azurite_server: ServerProcess) -> None:
+        type(self).subject = BucketSubject(azure_endpoint(azurite_server), cloud="az")

@@ -18,7 +18,6 @@ from support.object.object_servers import (
     pass_on,
 )
 
-from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.housekeeping import gc
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.housekeeping.read_only_keeper import ReadOnlyKeeper
@@ -27,6 +26,7 @@ from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import Store
@@ -78,7 +78,7 @@ def store(guard: Guard, request: pytest.FixtureRequest) -> Iterator[Store]:
     """With retries and a circuit, which what is closed must not open."""
     with HostileServer(guard.serve) as server:
         prefix = request.node.name.translate(str.maketrans("[]' ", "----"))
-        store = open_store(f"s3://bucket/closed/{prefix}", S3Settings(endpoint=server.endpoint))
+        store = open_store(f"s3://bucket/closed/{prefix}", BucketSettings(endpoint=server.endpoint))
         store.put(description_name(NAMESPACE.id), [memoryview(NAMESPACE.to_json())])
         yield store
         store.close()

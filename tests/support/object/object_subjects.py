@@ -66,14 +66,14 @@ class BucketSubject(Subject):
     shared = True
     revives = True
 
-    def __init__(self, endpoint: str, bucket: str = "bucket") -> None:
+    def __init__(self, endpoint: str, bucket: str = "bucket", cloud: str = "s3") -> None:
         self.endpoint = endpoint
-        self._bucket = bucket
+        self._url = f"{cloud}://{bucket}"
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
         prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
         return ObjectSettings(
-            url=f"s3://{self._bucket}/{prefix}",
+            url=f"{self._url}/{prefix}",
             endpoint=self.endpoint,
             capacity=Capacity(size=ByteSize(blocks * record_bytes)),
             codec="zstd",

@@ -8,6 +8,8 @@ that rotated files and variables are picked up without a restart.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import importlib
 import logging
 import os
 import threading
@@ -15,8 +17,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from kvtier.backends.object.client.extra import optional_module
-from kvtier.backends.object.stores.errors import NoCredentials
+from kvtier.backends.object.stores.errors import NoCredentials, WrongEndpoint
 from kvtier.core.system.abandonable_calls import abandonable
 
 _RENEW_PAUSE_S = 10.0
@@ -166,6 +167,31 @@ class CredentialChain:
             )
         return self._source
 
+    def provide(self) -> dict[str, Any]:
+        """The credentials that the last lookup found, as obstore's client wants them. It asks again
+        for each request, because these never have the five minutes left for which it would keep
+        them."""
+        frozen = self._last[1] or self.credentials(time.monotonic() + _LOOKUP_S)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.datetime.now(datetime.UTC),
+        }
+
+    def find_endpoint(self, region: str) -> str:
+        """The endpoint of S3 by the environment, the profile or the region; makes no request."""
+        nobody = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
+        try:
+            # botocore's own client, which boto3 wraps: a second wrapper of one session is an error
+            client = self.session.create_client("s3", region_name=region, **nobody)
+        except Exception as error:  # noqa: BLE001 - files and variables of the user's
+            raise WrongEndpoint(
+                f"no endpoint can be found ({type(error).__name__}): check region and endpoint, "
+                "AWS_ENDPOINT_URL and the AWS config file"
+            ) from None
+        return str(client.meta.endpoint_url)
+
     def renew(self) -> None:
         """Ask the chain again, at most every few seconds, and not while it is being asked."""
         if not self._lock.acquire(blocking=False):
@@ -183,15 +209,19 @@ class CredentialChain:
         self._source = None
 
     def _new_session(self) -> Any:
-        session = optional_module("botocore.session").Session(profile=self._profile)
+        session = _botocore("session").Session(profile=self._profile)
         session.set_default_client_config(
-            optional_module("botocore.config").Config(
+            _botocore("config").Config(
                 connect_timeout=_CONNECT_S,
                 read_timeout=_READ_S,
                 retries={"total_max_attempts": _ATTEMPTS},
             )
         )
         return session
+
+
+def _botocore(module: str) -> Any:
+    return importlib.import_module(f"botocore.{module}")
 
 
 def _keep_secrets_out_of_logs() -> None:
