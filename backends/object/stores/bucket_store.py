@@ -1,7 +1,7 @@
 """A bucket of any cloud as an object store, by obstore: a client in Rust, with its own threads.
 
-obstore's calls block and know one timeout for all of them. So each call is made by a thread of
-`BoundedCalls`, which its caller leaves behind at the call's own deadline.
+obstore's calls block and know one timeout for all of them. So each call is made by a thread which
+its caller leaves behind at the call's own deadline.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,10 +28,11 @@ from kvtier.backends.object.stores.errors import (
     UnknownRequest,
     WrongEndpoint,
 )
-from kvtier.backends.object.stores.reader import Reader, Unreachable, reads_directly, replacement
+from kvtier.backends.object.stores.reader import Reader, Unreachable
 from kvtier.backends.object.stores.status_errors import (
     Response,
     client_error,
+    replacement,
     response_error,
     response_in,
 )
@@ -50,6 +49,7 @@ from kvtier.backends.object.stores.store import (
     is_name,
     wrong_length,
 )
+from kvtier.core.system.abandonable_calls import AbandonableCalls
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -61,65 +61,6 @@ _FEW = 4
 """So few objects are deleted one by one: whether the store knows bulk deletes does not matter."""
 _SINGLE_BATCH = 32
 """Few enough to end soon: between batches the keeper renews its claim, or closes."""
-
-
-class BoundedCalls:
-    """Threads for calls that may last longer than their callers wait. An abandoned call ends by the
-    client's own timeout, and its thread is then free again."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
-        self._waiting = queue.SimpleQueue()
-        self._idle = self._threads = 0
-
-    def run(self, call: Callable[[], _T], end: float, what: str) -> _T:
-        """What the call returns or raises; TimedOut at `end` (of `time.monotonic`)."""
-        if time.monotonic() >= end:
-            raise TimedOut(f"no time left for {what}")
-        result: Future[_T] = Future()
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-            else:
-                self._start()
-        self._waiting.put((call, result))
-        try:
-            return result.result(min(end - time.monotonic(), threading.TIMEOUT_MAX))
-        except TimeoutError:
-            raise TimedOut(f"{what} did not end in time") from None
-
-    def _start(self) -> None:
-        if self._threads >= self._most:
-            raise Unavailable("too many requests hang: the store does not answer")
-        try:
-            threading.Thread(target=self._work, name="kvtier-store", daemon=True).start()
-        except RuntimeError as error:
-            raise Unavailable(f"no thread can be started: {error}") from error
-        self._threads += 1
-
-    def _work(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            call, result = item
-            del item
-            try:
-                found = call()
-            except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
-                result.set_exception(error)
-            else:
-                result.set_result(found)
-                del found
-            del call, result  # the buffers of a call belong to its caller
-            with self._lock:
-                self._idle += 1
-
-    def close(self) -> None:
-        """End the threads as soon as their calls have ended."""
-        with self._lock:
-            threads, self._threads = self._threads, self._most
-        for _ in range(threads):
-            self._waiting.put(None)
 
 
 class _Clients(NamedTuple):
@@ -143,7 +84,7 @@ class BucketStore(Store):
         self._takes_bulk: bool | None = None
         """Whether the store knows bulk deletes; None if that is not known yet."""
         self._lock = threading.Lock()
-        self._calls = BoundedCalls(4 * settings.connections)
+        self._calls = AbandonableCalls("kvtier-store", 4 * settings.connections)
         self._obstore = obstore_module("obstore")
         self._connected: _Clients | None = self._connect()
 
@@ -159,9 +100,9 @@ class BucketStore(Store):
         single = {"disable_bulk_delete": True} if self._settings.cloud == "s3" else {}
         singles = place.open(self._timeouts.idle_s, **single)
         reader = None
-        if reads_directly(place):
+        if place.direct:
             sign = functools.partial(self._sign, reads, place.chain is None)
-            reader = Reader(place, sign, self._calls.run)
+            reader = Reader(place, sign, self._bounded)
         return _Clients(place, reads, writes, singles, reader)
 
     def _sign(self, client: Any, hangs: bool, name: str, end: float) -> str:
@@ -170,7 +111,19 @@ class BucketStore(Store):
         def sign() -> str:
             return str(self._obstore.sign(client, "GET", name, _SIGNED_FOR))
 
-        return self._calls.run(sign, end, "a signature") if hangs else sign()
+        return self._bounded(sign, end, "a signature") if hangs else sign()
+
+    def _bounded(self, call: Callable[[], _T], end: float, what: str) -> _T:
+        """What the call returns or raises; TimedOut at `end`."""
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimedOut(f"no time left for {what}")
+        try:
+            return self._calls.run(call, left)
+        except TimeoutError:
+            raise TimedOut(f"{what} did not end in time") from None
+        except RuntimeError as error:
+            raise Unavailable(f"no thread can be started: {error}") from error
 
     def _clients(self, end: float) -> _Clients:
         """The clients, made anew after a certificate was refused: the authorities may have been
@@ -197,7 +150,7 @@ class BucketStore(Store):
         end = self._end(deadline)
         clients = self._clients(end)
         try:
-            return self._calls.run(functools.partial(call, clients), end, what)
+            return self._bounded(functools.partial(call, clients), end, what)
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - obstore's errors have no base of their own
@@ -206,7 +159,7 @@ class BucketStore(Store):
                 raise FileNotFoundError(what) from None
             if response is not None:
                 raise self._meaning(response, clients.place, reading=reading) from None
-            meaning = client_error(error, clients.place.where, clients.place.proxy)
+            meaning = client_error(error, clients.place)
             if isinstance(meaning, TLSRefused):
                 self._connected = None  # the authorities are read anew
             raise meaning from None

@@ -139,6 +139,12 @@ class Place(msgspec.Struct, frozen=True):
         return f"bucket {self.settings.bucket} at {self.endpoint}"
 
     @property
+    def direct(self) -> bool:
+        """Whether bytes come from S3 as they are: nothing encrypts them, and no proxy passes them
+        on."""
+        return self.endpoint.startswith("http:") and self.settings.cloud == "s3" and not self.proxy
+
+    @property
     def proxy(self) -> str | None:
         """The proxy on the way, without user and password."""
         return _proxy_for(urlsplit(self.endpoint))

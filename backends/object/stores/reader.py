@@ -9,17 +9,18 @@ of the GIL for a whole body.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvtier.backends.object.stores.clouds import Place
 from kvtier.backends.object.stores.errors import TimedOut, Unavailable, WrongEndpoint
-from kvtier.backends.object.stores.status_errors import Response
+from kvtier.backends.object.stores.status_errors import Response, replacement
 from kvtier.backends.object.stores.store import Buffer, first_bytes, wrong_length
 
 _HEAD_BYTES_MAX = _ERROR_BYTES_MAX = 64 << 10
@@ -31,22 +32,6 @@ _TIMEVAL = struct.Struct("@ll")
 
 class Unreachable(Exception):
     """No connection can be made. obstore, asked for the same object, says why."""
-
-
-def reads_directly(place: Place) -> bool:
-    """Whether objects of this bucket can be read in this way."""
-    plain = place.endpoint.startswith("http:") and place.proxy is None
-    return plain and place.settings.cloud == "s3"
-
-
-def replacement(fields: Mapping[str, str]) -> str:
-    """What a proxy has put in the place of an object; empty if it is the object. The length of the
-    body would not show it."""
-    named = {name.lower(): value.lower() for name, value in fields.items()}
-    if named.get("content-encoding", "") not in ("", "identity", "aws-chunked"):
-        return "something packed in place of an object"
-    page = named.get("content-type", "").startswith("text/html")
-    return "a web page in place of an object" if page else ""
 
 
 class Reader:
@@ -86,7 +71,7 @@ class Reader:
             keeps = False
             try:
                 head = connection.ask(request, end)
-                found = self._read(name, connection, head, into, offset, end)
+                found = self._answer(connection, head, into, offset is not None, end)
                 keeps = connection.whole and head.fields.get("connection", "").lower() != "close"
                 return found
             except (ConnectionError, EOFError) as error:
@@ -98,35 +83,27 @@ class Reader:
                 self._drop_kept()  # the machine may have gone without a word
                 raise TimedOut(f"{self._where} does not answer") from error
             except ValueError:
-                raise WrongEndpoint(
-                    f"{self._where} does not answer as an object store would: check the endpoint"
-                ) from None
+                problem = "does not answer as an object store would: check the endpoint"
+                raise WrongEndpoint(f"{self._where} {problem}") from None
             finally:
                 self._give_back(connection, keeps)
 
-    def _read(
-        self,
-        name: str,
-        connection: _Connection,
-        head: _Head,
-        into: Sequence[Buffer],
-        offset: int | None,
-        end: float,
+    def _answer(
+        self, connection: _Connection, head: _Head, into: Sequence[Buffer], ranged: bool, end: float
     ) -> int | Response:
+        """What the response is: the length of the object that it brought, or an error."""
         if head.status not in (200, 206):
             return Response(head.status, connection.read_some(head, end))
         if replaced_by := replacement(head.fields):
-            raise WrongEndpoint(
-                f"{self._where} answers with {replaced_by}: look for a proxy between"
-            )
-        ranged = "content-range" in head.fields  # some servers send it with a 200
-        if ranged != (offset is not None):
+            problem = f"answers with {replaced_by}: look for a proxy between"
+            raise WrongEndpoint(f"{self._where} {problem}")
+        if ranged != ("content-range" in head.fields):  # some servers send it with a 200
             raise WrongEndpoint(f"{self._where} does not know range requests")
         length, room = head.length, sum(view.nbytes for view in into)
         if length is None:
             raise WrongEndpoint(f"{self._where} does not state how long an object is")
-        if length > room or (offset is not None and length != room):
-            raise wrong_length(name, length)
+        if length > room or (ranged and length != room):
+            raise wrong_length("an object", length)
         connection.read_into(first_bytes(into, length), head.begun, end)
         return length
 
@@ -143,10 +120,9 @@ class Reader:
                 return connection, True
             connection.close()
         address, wait_s = (url.hostname or "", url.port or 80), self._timeouts.connect_s
+        connect = functools.partial(socket.create_connection, address, wait_s)
         try:
-            sock = self._bounded(
-                lambda: socket.create_connection(address, wait_s), end, f"a way to {self._where}"
-            )
+            sock = self._bounded(connect, end, f"a way to {self._where}")
         except (OSError, UnicodeError) as error:
             raise Unreachable from error
         return _Connection(sock, self._timeouts.idle_s), False
@@ -165,6 +141,7 @@ class Reader:
             connection.close()
 
     def close(self) -> None:
+        """Closes what is kept, and keeps nothing from now on."""
         self._keep_max = 0
         self._drop_kept()
 
@@ -179,9 +156,8 @@ class _Head(NamedTuple):
     def length(self) -> int | None:
         """The body's; None if it is not stated."""
         stated = self.fields.get("content-length")
-        if stated is None or "transfer-encoding" in self.fields:
-            return None
-        return _figures(stated, 18)
+        unknown = stated is None or "transfer-encoding" in self.fields
+        return None if unknown else _figures(stated or "", 18)
 
 
 class _Connection:
@@ -192,10 +168,8 @@ class _Connection:
         self._socket = sock
         self._idle_s = idle_s
         self._wait_s = 0.0
-        self.answered = False
-        """Whether a byte of the present response has come."""
-        self.whole = False
-        """Whether the last response was read to its end, and nothing came behind it."""
+        self.answered = False  # whether a byte of the present response has come
+        self.whole = False  # whether it was read to its end, and nothing came behind it
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -265,10 +239,8 @@ class _Connection:
         """Whether nothing can be read, not even the end of the stream."""
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
         return False
 
     def close(self) -> None:

@@ -7,8 +7,10 @@ the error code of a response: bodies repeat access keys, tokens and signatures, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvtier.backends.object.stores.clouds import Place
 from kvtier.backends.object.stores.errors import (
     AccessDenied,
     Archived,
@@ -136,6 +138,16 @@ _NO_STORE = ("Parse(", "Metadata {", "Header {", "Got invalid", "NotPartial", "U
 """What obstore says of a response that it cannot understand."""
 
 
+def replacement(fields: Mapping[str, str]) -> str:
+    """What a proxy has put in the place of an object; empty if it is the object. The length of the
+    body would not show it."""
+    named = {name.lower(): value.lower() for name, value in fields.items()}
+    if named.get("content-encoding", "") not in ("", "identity", "aws-chunked"):
+        return "something packed in place of an object"
+    page = named.get("content-type", "").startswith("text/html")
+    return "a web page in place of an object" if page else ""
+
+
 class Response(NamedTuple):
     """A response that is not a success: its status, and the start of its body."""
 
@@ -222,11 +234,12 @@ def _error_for(response: Response, where: str) -> StoreError:
     return refused(f"{said}, but not as an object store would: check the endpoint")
 
 
-def client_error(error: Exception, where: str, proxy: str | None) -> StoreError:
+def client_error(error: Exception, place: Place) -> StoreError:
     """What an error of obstore means behind which there is no response. Its words name the parts
     of the client (reqwest, hyper, rustls) that failed."""
     text = str(error)
-    way, wrong = (f"the proxy {proxy}", ProxyRefused) if proxy else ("the endpoint", WrongEndpoint)
+    where, proxy = place.where, place.proxy
+    way, wrong = (f"proxy {proxy}", ProxyRefused) if proxy else (place.endpoint, WrongEndpoint)
     if "kind: Timeout" in text:
         return TimedOut(f"{where} does not answer")
     if "169.254.169.254" in text or "oauth2" in text or "metadata.google" in text:
@@ -243,13 +256,13 @@ def client_error(error: Exception, where: str, proxy: str | None) -> StoreError:
     if "AlertReceived" in text:
         return TLSRefused(f"{where} refuses TLS: it wants to know who asks, or another version")
     if "ProxyAuthRequired" in text or "proxy authorization" in text:
-        return ProxyRefused(f"{way} answered 407: correct user and password in HTTPS_PROXY")
+        return ProxyRefused(f"the {way} answered 407: correct user and password in HTTPS_PROXY")
     if "dns error" in text:
         if "Temporary failure" in text:
-            return Unavailable(f"no name server says for now where {way} of {where} is")
-        return wrong(f"the name of {way} of {where} cannot be resolved: check it")
+            return Unavailable(f"no name server says for now where {way} is")
+        return wrong(f"the name of {way} cannot be resolved: check it")
     if "ConnectionRefused" in text:
-        return Unavailable(f"nothing listens at {way} of {where}: it is down, or elsewhere")
+        return Unavailable(f"nothing listens at {way}: it is down, or elsewhere")
     if "InvalidRangeRequest" in text:
         return LengthMismatch("the object is shorter than expected")
     if any(words in text for words in _NO_STORE):

@@ -6,10 +6,11 @@ alive; whoever starts one for the same thing again and again waits until the las
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -29,3 +30,55 @@ def abandonable(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return answer
+
+
+class AbandonableCalls:
+    """Threads that are kept for calls which may last longer than their callers wait. The thread of
+    a call that was left behind is free again when that call ends."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
+        self._most = most
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._waiting = queue.SimpleQueue()
+        self._idle = self._threads = 0
+
+    def run(self, call: Callable[[], T], seconds: float) -> T:
+        """What the call returns or raises. Raises TimeoutError if it has not ended by then, and
+        RuntimeError if there is no thread for it."""
+        result: Future[T] = Future()
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._start()
+        self._waiting.put((call, result))
+        return result.result(min(seconds, threading.TIMEOUT_MAX))
+
+    def _start(self) -> None:
+        if self._threads >= self._most:
+            raise RuntimeError(f"{self._threads} calls have not ended")
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._threads += 1
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            call, result = item
+            try:
+                found = call()
+            except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+                result.set_exception(error)
+            else:
+                result.set_result(found)
+                del found
+            del item, call, result  # what they hold belongs to the caller
+            with self._lock:
+                self._idle += 1
+
+    def close(self) -> None:
+        """End the threads as soon as their calls have ended."""
+        with self._lock:
+            threads, self._threads, self._idle = self._threads, 0, 0
+        for _ in range(threads):
+            self._waiting.put(None)

@@ -15,7 +15,7 @@ from support.object.s3_client_helpers import BODY, get, said, store_at
 
 from kvtier.backends.object import ObjectHandler, ObjectSpec
 from kvtier.backends.object.object_names import block_name
-from kvtier.backends.object.stores import bucket_store, errors
+from kvtier.backends.object.stores import clouds, errors
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import Timeouts
 from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
@@ -32,7 +32,7 @@ TIMEOUTS = Timeouts(connect_s=1.0, idle_s=0.3, total_s=1.0, upload_s=0.6)
 @pytest.fixture(autouse=True, params=["straight", "by obstore"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "straight":
-        monkeypatch.setattr(bucket_store, "reads_directly", lambda place: False)
+        monkeypatch.setattr(clouds.Place, "direct", False)
 
 
 @pytest.mark.parametrize("sent", [0, len(BODY) - 1])

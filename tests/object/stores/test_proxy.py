@@ -164,8 +164,8 @@ def test_a_proxy_with_a_password(
 @pytest.mark.parametrize(
     ("url", "kind", "says"),
     [
-        ("http://127.0.0.1:1", errors.Unavailable, r"the proxy 127\.0\.0\.1:1 .* is down"),
-        ("http://no.such.invalid:1", errors.ProxyRefused, "the proxy no.such.invalid:1 .*: check"),
+        ("http://127.0.0.1:1", errors.Unavailable, r"proxy 127\.0\.0\.1:1: it is down"),
+        ("http://no.such.invalid:1", errors.ProxyRefused, r"proxy no\.such\.invalid:1 .*: check"),
     ],
 )
 def test_a_proxy_that_is_not_there_is_named(
