@@ -11,9 +11,7 @@ circuit breaker.
     reader            GETs over plain HTTP, straight into memory
     status_errors     what the errors of obstore and of servers mean
     file_store        a folder
-    wrapper           base of all wrappers
+    wrapper           base of all wrappers; a store that is only read, one that can be revoked
     retry             bounded retries, a shared pause, and a circuit breaker
-    revocable         can be taken away while other threads use it
-    read_only         drops writes
     open_store        from a url and settings to a store
 """

@@ -42,51 +42,32 @@ _ONE_OF_MANY = re.compile(r"request failed for key .*\(code: (\w{1,80})\)")
 _BODY_CHARS_MAX = 64 << 10
 
 MISSING_CODES = ("NoSuchKey", "NotFound", "BlobNotFound")
-_RATE_CODES = {
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "RequestLimitExceeded",
-    "RequestThrottled",
-    "BandwidthLimitExceeded",
-}
-_REGION_CODES = {
-    "PermanentRedirect",
-    "TemporaryRedirect",
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-}
-_TRANSIENT_CODES = {
-    "InternalError",
-    "ServiceUnavailable",
-    "RequestTimeout",
-    "IncompleteBody",
-    "OperationAborted",
-    "OperationTimedOut",
-    "ContainerBeingDeleted",
-}
-_UNKNOWN_CODES = {
-    "",
-    "BadRequest",
-    "InvalidArgument",
-    "InvalidRequest",
-    "NotImplemented",
-    "NotSupported",
-    "UnsupportedHeader",
-    "UnsupportedOperation",
-    "InvalidHeaderValue",
-}
-"""A 400 with one of these says that the store does not know such a request."""
-_KEY_CODES = (
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidSecurity",
-    "AccountProblem",
-    "AuthenticationFailed",
+
+
+def _codes(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_RATE_CODES = _codes(
+    "SlowDown Throttling ThrottlingException TooManyRequests RequestLimitExceeded RequestThrottled "
+    "BandwidthLimitExceeded"
 )
-_ROTATED_CODES = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity"}
+_REGION_CODES = _codes(
+    "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed "
+    "IllegalLocationConstraintException"
+)
+_TRANSIENT_CODES = _codes(
+    "InternalError ServiceUnavailable RequestTimeout IncompleteBody OperationAborted "
+    "OperationTimedOut ContainerBeingDeleted"
+)
+_UNKNOWN_CODES = _codes(
+    "BadRequest InvalidArgument InvalidRequest NotImplemented NotSupported UnsupportedHeader "
+    "UnsupportedOperation InvalidHeaderValue"
+) | {""}
+"""A 400 with one of these says that the store does not know such a request."""
+_ROTATED_CODES = _codes("InvalidAccessKeyId SignatureDoesNotMatch InvalidSecurity")
 """Of credentials that were rotated, whether key and secret or the secret alone."""
+_KEY_CODES = _ROTATED_CODES | {"AccountProblem", "AuthenticationFailed"}
 _Meaning = tuple[type[StoreError], str]
 _BUCKET: _Meaning = NoSuchBucket, "create the bucket or correct its name in the url"
 _ARCHIVED: _Meaning = Archived, "the object is archived; exempt this prefix from that rule"
@@ -95,30 +76,20 @@ _TOO_LARGE: _Meaning = ObjectTooLarge, "the store does not take objects of this 
 _TOO_SHORT: _Meaning = LengthMismatch, "the object is shorter than expected"
 _TOKEN: _Meaning = ExpiredToken, "renew the session token of these credentials"
 _CLOCK: _Meaning = ClockSkew, "the clock of this machine is wrong; set it by NTP"
-_BY_CODE: dict[str, _Meaning] = {
-    "NoSuchBucket": _BUCKET,
-    "ContainerNotFound": _BUCKET,
-    "EntityTooLarge": _TOO_LARGE,
-    "InvalidObjectState": _ARCHIVED,
-    "BlobArchived": _ARCHIVED,
-    "InvalidRange": _TOO_SHORT,
-    "ExpiredToken": _TOKEN,
-    "ExpiredTokenException": _TOKEN,
-    "InvalidToken": _TOKEN,
-    "InvalidTokenId": _TOKEN,
-    "TokenRefreshRequired": _TOKEN,
-    "InvalidAuthenticationInfo": _TOKEN,
-    "RequestTimeTooSkewed": _CLOCK,
-    "RequestExpired": _CLOCK,
-    "RequestInTheFuture": _CLOCK,
-    "QuotaExceeded": _FULL,
-    "ObjectQuotaExceeded": _FULL,
-    "ServiceQuotaExceeded": _FULL,
-    "InsufficientStorage": _FULL,
-    "XMinioStorageFull": _FULL,
-    "XMinioAdminBucketQuotaExceeded": _FULL,
-    **dict.fromkeys(_KEY_CODES, (AccessDenied, "the access key or its secret is wrong")),
+_DENIED_KEY: _Meaning = AccessDenied, "the access key or its secret is wrong"
+_CODES: dict[_Meaning, str] = {
+    _BUCKET: "NoSuchBucket ContainerNotFound",
+    _TOO_LARGE: "EntityTooLarge",
+    _ARCHIVED: "InvalidObjectState BlobArchived",
+    _TOO_SHORT: "InvalidRange",
+    _TOKEN: "ExpiredToken ExpiredTokenException InvalidToken InvalidTokenId TokenRefreshRequired "
+    "InvalidAuthenticationInfo",
+    _CLOCK: "RequestTimeTooSkewed RequestExpired RequestInTheFuture",
+    _FULL: "QuotaExceeded ObjectQuotaExceeded ServiceQuotaExceeded InsufficientStorage "
+    "XMinioStorageFull XMinioAdminBucketQuotaExceeded",
+    _DENIED_KEY: " ".join(_KEY_CODES),
 }
+_BY_CODE = {code: meaning for meaning, codes in _CODES.items() for code in codes.split()}
 _DENIED: _Meaning = (
     AccessDenied,
     "allow these credentials to list the bucket and to get, put and delete objects",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.object.object_servers import ServerProcess, azure_endpoint
+from support.object.object_servers import ServerProcess
 from support.object.store_contract import StoreContract
 
 from kvtier.backends.object.stores.bucket_store import BucketStore
@@ -59,7 +59,7 @@ class TestAzurite(StoreContract):
             cloud="az",
             bucket="bucket",
             prefix=f"some where/{next(_numbers)}",
-            endpoint=azure_endpoint(azurite_server),
+            endpoint=azurite_server.endpoint,
         )
         store = BucketStore(settings)
         yield store

@@ -1,7 +1,7 @@
 """The object tier keeps the contract of every tier, over each kind of store."""
 
 import pytest
-from support.object.object_servers import ServerProcess, azure_endpoint
+from support.object.object_servers import ServerProcess
 from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.contract import TierContract
@@ -38,4 +38,4 @@ class TestAzurite(TierContract):
 
     @pytest.fixture(autouse=True)
     def server(self, azurite_server: ServerProcess) -> None:
-        type(self).subject = BucketSubject(azure_endpoint(azurite_server), cloud="az")
+        type(self).subject = BucketSubject(azurite_server.endpoint)

@@ -116,6 +116,14 @@ class ServerProcess:
         self.kill()
 
 
+class AzureProcess(ServerProcess):
+    """One whose endpoint names the account, too."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"{super().endpoint}/{AZURE_ACCOUNT}"
+
+
 def moto(folder: Path) -> ServerProcess:
     """The mock that knows conditional put; accepts every signature."""
     return ServerProcess(
@@ -166,14 +174,10 @@ def azurite_program() -> str | None:
 def azurite(folder: Path, program: str) -> ServerProcess:
     """A real server process that checks signatures and refuses a second writer."""
     options = ("--silent", "--skipApiVersionCheck", "--disableTelemetry", "--inMemoryPersistence")
-    return ServerProcess(
+    return AzureProcess(
         lambda port: [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), *options],
         folder / "azurite.log",
     )
-
-
-def azure_endpoint(server: ServerProcess) -> str:
-    return f"{server.endpoint}/{AZURE_ACCOUNT}"
 
 
 def make_container(server: ServerProcess, container: str = "bucket") -> None:
@@ -186,7 +190,7 @@ def make_container(server: ServerProcess, container: str = "bucket") -> None:
     digest = hmac.digest(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256)
     said = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}"
     request = urllib.request.Request(
-        f"{azure_endpoint(server)}/{container}?restype=container",
+        f"{server.endpoint}/{container}?restype=container",
         method="PUT",
         headers={"x-ms-date": date, "x-ms-version": version, "Authorization": said},
     )

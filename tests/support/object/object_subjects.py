@@ -15,6 +15,7 @@ from kvtier.core.settings import ByteSize, Capacity, Duration, TierSettings
 from kvtier.core.system.disk import Disk
 from kvtier.errors import MediumError
 from kvtier.testing.subject import Subject
+from support.object.object_servers import AZURE_ACCOUNT
 
 
 class FolderSubject(Subject):
@@ -66,14 +67,15 @@ class BucketSubject(Subject):
     shared = True
     revives = True
 
-    def __init__(self, endpoint: str, bucket: str = "bucket", cloud: str = "s3") -> None:
+    def __init__(self, endpoint: str, bucket: str = "bucket") -> None:
         self.endpoint = endpoint
-        self._url = f"{cloud}://{bucket}"
+        self._bucket = bucket
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
+        cloud = "az" if self.endpoint.endswith(AZURE_ACCOUNT) else "s3"
         prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
         return ObjectSettings(
-            url=f"{self._url}/{prefix}",
+            url=f"{cloud}://{self._bucket}/{prefix}",
             endpoint=self.endpoint,
             capacity=Capacity(size=ByteSize(blocks * record_bytes)),
             codec="zstd",
