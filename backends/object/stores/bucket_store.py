@@ -1,7 +1,7 @@
 """A bucket of any cloud as an object store, by obstore: a client in Rust, with its own threads.
 
-obstore's calls block and know one timeout for all of them. So each call is made by a thread which
-its caller leaves behind at the call's own deadline.
+obstore's calls block and know one timeout for all of them. So a call that has less time than that
+is made by a thread which its caller leaves behind at the call's own deadline.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ _PAGE = 1000
 _PAGES_MAX = 1 << 20
 """Of one listing: pages may hold few of the objects that were asked for, or none of ours."""
 _SIGNED_FOR = timedelta(minutes=5)
+_REPEATS_MAX = 16
+"""Some stores list an object twice that is written meanwhile."""
+_SOON_S = 0.1
 _FEW = 4
 """So few objects are deleted one by one: whether the store knows bulk deletes does not matter."""
 _SINGLE_BATCH = 32
@@ -144,12 +147,16 @@ class BucketStore(Store):
         *,
         reading: bool = False,
         may_miss: bool = False,
+        once: bool = False,
     ) -> _T:
         """Make a call of obstore; raises StoreError. `may_miss`: raises FileNotFoundError if there
-        is no such object."""
+        is no such object. `once`: it is a single request, which the client's own timeout ends; if
+        that is soon enough, no other thread is needed."""
         end = self._end(deadline)
         clients = self._clients(end)
         try:
+            if once and end - time.monotonic() > self._timeouts.total_s - _SOON_S:
+                return call(clients)
             return self._bounded(functools.partial(call, clients), end, what)
         except StoreError:
             raise
@@ -200,7 +207,7 @@ class BucketStore(Store):
                 raise
             return PutOutcome.STORED
 
-        return self._call(name, put, deadline)
+        return self._call(name, put, deadline, once=True)
 
     def get(
         self,
@@ -235,7 +242,7 @@ class BucketStore(Store):
             return stop - start, found.bytes()
 
         try:
-            length, body = self._call(name, get, end, reading=True, may_miss=True)
+            length, body = self._call(name, get, end, reading=True, may_miss=True, once=True)
         except FileNotFoundError:
             return None
         _scatter(np.frombuffer(body, np.uint8), first_bytes(into, length))
@@ -264,7 +271,7 @@ class BucketStore(Store):
         pages = self._obstore.list(
             clients.reads, folder or None, offset=after or None, chunk_size=_PAGE
         )
-        firsts: set[int] = set()
+        firsts, repeats = set[int](), 0
         for _ in range(_PAGES_MAX):
             page = self._call("a listing", lambda _: next(pages, None), deadline)
             if page is None:
@@ -272,8 +279,10 @@ class BucketStore(Store):
             for at, found in enumerate(page):
                 name = found["path"]
                 if hash(name) in firsts:  # a store may give a new token for an old page
-                    where = clients.place.where
-                    raise WrongEndpoint(f"{where} lists the same names again: check the endpoint")
+                    repeats += 1
+                    if repeats > _REPEATS_MAX:
+                        problem = "lists the same names again and again: check the endpoint"
+                        raise WrongEndpoint(f"{clients.place.where} {problem}")
                 if at == 0:
                     firsts.add(hash(name))
                 if name.startswith(prefix) and name > after and is_name(name):
@@ -345,8 +354,10 @@ class BucketStore(Store):
 
     def close(self) -> None:
         self._calls.close()
-        if self._connected is not None and self._connected.reader is not None:
-            self._connected.reader.close()
+        with self._lock:
+            connected, self._connected = self._connected, None
+        if connected is not None and connected.reader is not None:
+            connected.reader.close()
 
     def _end(self, deadline: float | None) -> float:
         return time.monotonic() + self._timeouts.total_s if deadline is None else deadline

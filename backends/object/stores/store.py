@@ -86,7 +86,8 @@ class Store(ABC):
 
         With `if_absent`, a store that can refuse returns STORED to at most one writer of a name.
         On a store that cannot, the last writer wins, and each gets STORED. Buffers are read in
-        place, and a retry may send them again until the call returns.
+        place, and a retry may send them again. After `TimedOut` they may still be read for a while:
+        an object that such an upload leaves behind may have any bytes.
         """
 
     @abstractmethod

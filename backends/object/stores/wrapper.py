@@ -1,4 +1,4 @@
-"""Stores that wrap another store: their base, one that is only read, and one that can be revoked."""
+"""Stores that wrap another: their base, one that is only read, and one that can be revoked."""
 
 from __future__ import annotations
 

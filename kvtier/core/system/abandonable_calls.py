@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_CLOSE_S = 0.2
 
 
 def abandonable(call: Callable[[], T], name: str) -> Future[T]:
@@ -42,7 +44,8 @@ class AbandonableCalls:
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._waiting = queue.SimpleQueue()
-        self._idle = self._threads = 0
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
 
     def run(self, call: Callable[[], T], seconds: float) -> T:
         """What the call returns or raises. Raises TimeoutError if it has not ended by then, and
@@ -57,10 +60,11 @@ class AbandonableCalls:
         return result.result(min(seconds, threading.TIMEOUT_MAX))
 
     def _start(self) -> None:
-        if self._threads >= self._most:
-            raise RuntimeError(f"{self._threads} calls have not ended")
-        threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        self._threads += 1
+        if len(self._threads) >= self._most:
+            raise RuntimeError(f"{self._most} calls have not ended")
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
@@ -77,8 +81,11 @@ class AbandonableCalls:
                 self._idle += 1
 
     def close(self) -> None:
-        """End the threads as soon as their calls have ended."""
+        """End the threads as soon as their calls have ended; waits for a moment only."""
         with self._lock:
-            threads, self._threads, self._idle = self._threads, 0, 0
-        for _ in range(threads):
+            threads, self._threads, self._idle = self._threads, [], 0
+        for _ in threads:
             self._waiting.put(None)
+        end = time.monotonic() + _CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
