@@ -126,7 +126,7 @@ class BucketStore(Store):
         except TimeoutError:
             raise TimedOut(f"{what} did not end in time") from None
         except RuntimeError as error:
-            raise Unavailable(f"no thread can be started: {error}") from error
+            raise Unavailable(f"no thread makes the request: {error}") from error
 
     def _clients(self, end: float) -> _Clients:
         """The clients, made anew after a certificate was refused: the authorities may have been
@@ -170,6 +170,10 @@ class BucketStore(Store):
             if isinstance(meaning, TLSRefused):
                 self._connected = None  # the authorities are read anew
             raise meaning from None
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise Unavailable(f"obstore itself failed at {what}") from error  # a panic in Rust
 
     def _meaning(self, response: Response, place: Place, *, reading: bool) -> StoreError:
         if response.rotated and place.chain is not None:

@@ -6,6 +6,7 @@ alive; whoever starts one for the same thing again and again waits until the las
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -70,12 +71,14 @@ class AbandonableCalls:
         while (item := self._waiting.get()) is not None:
             call, result = item
             try:
-                found = call()
+                result.set_result(call())
             except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
                 result.set_exception(error)
-            else:
-                result.set_result(found)
-                del found
+            finally:
+                if not result.done():  # this thread ends
+                    with self._lock, contextlib.suppress(ValueError):
+                        self._threads.remove(threading.current_thread())
+                    result.set_exception(RuntimeError(f"{self._name} has given up"))
             del item, call, result  # what they hold belongs to the caller
             with self._lock:
                 self._idle += 1
