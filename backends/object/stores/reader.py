@@ -120,7 +120,7 @@ class Reader:
                 return connection, True
             connection.close()
         address, wait_s = (url.hostname or "", url.port or 80), self._timeouts.connect_s
-        connect = functools.partial(socket.create_connection, address, wait_s)
+        connect = functools.partial(_connect, address, wait_s)
         try:
             sock = self._bounded(connect, end, f"a way to {self._where}")
         except (OSError, UnicodeError) as error:
@@ -171,7 +171,6 @@ class _Connection:
         self.answered = False  # whether a byte of the present response has come
         self.whole = False  # whether it was read to its end, and nothing came behind it
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, request: bytes, end: float) -> _Head:
         """Send a request; the head of the response."""
@@ -245,6 +244,12 @@ class _Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _connect(address: tuple[str, int], wait_s: float) -> socket.socket:
+    sock = socket.create_connection(address, wait_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def _figures(text: str, most: int) -> int:
