@@ -1,15 +1,13 @@
 """Reads objects over plain HTTP straight into the memory that they belong in.
 
-obstore hands a body over as an object of its own, which costs a copy: for 2 MiB and more that is
-most of a GET. So where nothing stands between (no TLS, no proxy), obstore only signs the url, and
-the kernel writes the body into the caller's buffers (MSG_WAITALL): one system call and one release
-of the GIL for a whole body.
+obstore hands a body over as an object of its own, which costs a copy: most of a GET of 2 MiB and
+more. So where nothing stands between, obstore only signs the url, and the kernel writes the body
+into the caller's buffers (MSG_WAITALL): one system call and one release of the GIL for all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import struct
 import threading
@@ -24,8 +22,7 @@ from kvtier.backends.object.stores.status_errors import Response, replacement
 from kvtier.backends.object.stores.store import Buffer, first_bytes, wrong_length
 
 _HEAD_BYTES_MAX = _ERROR_BYTES_MAX = 64 << 10
-_KEPT_S = 15.0
-"""A server that closes idle connections does so later than this."""
+_KEPT_S = 15.0  # a server that closes idle connections does so later
 _WAIT_MIN_S = 0.001
 _TIMEVAL = struct.Struct("@ll")
 
@@ -35,11 +32,8 @@ class Unreachable(Exception):
 
 
 class Reader:
-    """GETs of one bucket, over connections that are kept. Thread-safe.
-
-    `sign` makes the url of an object; `bounded` makes a call that may hang, like a name server's,
-    until a time.
-    """
+    """GETs of one bucket, over connections that are kept. Thread-safe. `sign` makes the url of an
+    object; `bounded` makes a call that may hang, like a name server's, until a time."""
 
     def __init__(
         self,
@@ -91,7 +85,6 @@ class Reader:
     def _answer(
         self, connection: _Connection, head: _Head, into: Sequence[Buffer], ranged: bool, end: float
     ) -> int | Response:
-        """What the response is: the length of the object that it brought, or an error."""
         if head.status not in (200, 206):
             return Response(head.status, connection.read_some(head, end))
         if replaced_by := replacement(head.fields):
@@ -119,10 +112,9 @@ class Reader:
                 connection.answered = False
                 return connection, True
             connection.close()
-        address, wait_s = (url.hostname or "", url.port or 80), self._timeouts.connect_s
-        connect = functools.partial(_connect, address, wait_s)
+        wait_s = self._timeouts.connect_s
         try:
-            sock = self._bounded(connect, end, f"a way to {self._where}")
+            sock = self._bounded(lambda: _connect(url, wait_s), end, f"a way to {self._where}")
         except (OSError, UnicodeError) as error:
             raise Unreachable from error
         return _Connection(sock, self._timeouts.idle_s), False
@@ -141,7 +133,6 @@ class Reader:
             connection.close()
 
     def close(self) -> None:
-        """Closes what is kept, and keeps nothing from now on."""
         self._keep_max = 0
         self._drop_kept()
 
@@ -161,8 +152,8 @@ class _Head(NamedTuple):
 
 
 class _Connection:
-    """One connection, whose every wait is bounded: by the idle timeout, and by the end of the call.
-    Raises OSError, EOFError if the server went away, ValueError if it speaks no HTTP."""
+    """A connection, whose waits are bounded by the idle timeout and by the end of the call. Raises
+    OSError, EOFError if the server went away, ValueError if it speaks no HTTP."""
 
     def __init__(self, sock: socket.socket, idle_s: float) -> None:
         self._socket = sock
@@ -246,8 +237,8 @@ class _Connection:
         self._socket.close()
 
 
-def _connect(address: tuple[str, int], wait_s: float) -> socket.socket:
-    sock = socket.create_connection(address, wait_s)
+def _connect(url: SplitResult, wait_s: float) -> socket.socket:
+    sock = socket.create_connection((url.hostname or "", url.port or 80), wait_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
