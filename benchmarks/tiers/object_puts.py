@@ -22,9 +22,8 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from benchmarks.report import Report
-from kvtier.backends.object.client.http.sockets import Timeouts
-from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
 from kvtier.backends.object.stores.store import PutOutcome
 
 MIB = 1 << 20
@@ -46,7 +45,7 @@ def seconds(
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def in_parts(endpoint: str, store: S3Store, rounds: int, report: Report) -> None:
+def in_parts(endpoint: str, store: BucketStore, rounds: int, report: Report) -> None:
     """One PUT against the parts that boto3 would make of it."""
     client = boto3.client(
         "s3",
@@ -77,7 +76,7 @@ def in_parts(endpoint: str, store: S3Store, rounds: int, report: Report) -> None
             report.add(f"{label}, one PUT / parts", ratio, "x")
 
 
-def there_already(store: S3Store, rounds: int, report: Report) -> None:
+def there_already(store: BucketStore, rounds: int, report: Report) -> None:
     """What a second writer of an object spends."""
     for size in (MIB // 4, 2 * MIB, 16 * MIB):
         data = memoryview(os.urandom(MIB) * max(1, size // MIB))[:size]
@@ -110,8 +109,8 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     options = parser.parse_args()
     patient = Timeouts(5.0, 60.0, 120.0, 60.0)
-    store = S3Store(
-        S3Settings(bucket="bucket", prefix="puts", endpoint=options.endpoint, timeouts=patient)
+    store = BucketStore(
+        BucketSettings(bucket="bucket", prefix="puts", endpoint=options.endpoint, timeouts=patient)
     )
     report = Report(f"Uploads to {options.endpoint}")
     in_parts(options.endpoint, store, options.rounds, report)
