@@ -80,6 +80,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         """It spins, and this step computes nothing."""
         self._computed = True
         """Since its weights changed last; if not, nothing is kept that others make wrong."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        by_tier = read_flag(extra, "kv_events_by_tier")
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._has_cache = vllm_config.cache_config.enable_prefix_caching
         self._cache_filled = self._cache_stale = False
@@ -110,8 +112,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             shapes = cache_groups.group_shapes(self)
             self._manager.keep(shapes, partial(request_states.with_holes, self))
             if event_tracker.publishes_events(vllm_config):
-                extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-                self._events = self._describe_events(read_flag(extra, "kv_events_by_tier"))
+                self._events = self._describe_events(by_tier)
 
     def _describe_events(self, by_tier: bool) -> DescribedEvents:
         """Tell routers of the tiers' blocks."""

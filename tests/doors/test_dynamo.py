@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from engines.engine import connector
 from engines.world import World, prompt
-from support.processes.dynamo_indexer import Indexer, Overlap, free_port, until
+from support.object.object_servers import free_port
+from support.processes.dynamo_indexer import Indexer, Overlap, until
 
 from kvtier import Stack
+from kvtier.core.chain.plan import HOST
 from kvtier.core.records.record import record_bytes
 from kvtier.testing.memory_folders import make_memory_folder
 from kvtier.types import BlockKey, Namespace, Presence, block_key
@@ -100,8 +102,8 @@ class Server:
 
     def ask(self, prompt: Prompt, *, store: bool = True) -> None:
         """As an engine: look up, load what is there, compute and store the rest."""
-        found = self.stack.chain.lookup(prompt.keys)
-        hits = next((i for i, at in enumerate(found) if at is not Presence.HIT), len(found))
+        found = self.stack.chain.locate(prompt.keys)
+        hits = next((i for i, at in enumerate(found) if at < HOST), len(found))
         for chunk, key in enumerate(prompt.keys[:hits]):
             self._events.record_lookup(prompt.request, self.group, chunk, key)
         if store:
@@ -130,7 +132,7 @@ class Server:
         """Until the indexer has heard it."""
         from vllm.distributed.kv_events import BlockStored
 
-        while self.tell():
+        while self.tell() or self._events._found:
             pass
         for medium in (CPU, STORAGE):  # a queue each, maybe
             number = next(MARKS)
@@ -138,7 +140,7 @@ class Server:
             stored = BlockStored([number], None, mark, BLOCK, None, medium, None)
             self._publish([stored])
             depth = "cpu" if medium == CPU else "disk"
-            until(lambda mark=mark, depth=depth: getattr(self._indexer.overlap(mark), depth) > 0)
+            until(lambda: getattr(self._indexer.overlap(mark), depth) > 0)  # noqa: B023
 
     def _publish(self, events: Sequence[Any]) -> None:
         from vllm.distributed.kv_events import KVEventBatch
@@ -176,7 +178,7 @@ def config(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Three tiers, of which none has room for all."""
     memory = make_memory_folder()
     slot = record_bytes(NAMESPACE.payload_bytes)
-    bucket = tmp_path / "bucket"
+    disk, bucket = tmp_path / "disk", tmp_path / "bucket"
     bucket.mkdir()
     yield {
         "version": 1,
@@ -184,7 +186,7 @@ def config(tmp_path: Path) -> Iterator[dict[str, Any]]:
         "mover": {"mode": "threads"},
         "tiers": [
             {"kind": "cpu", "path": str(memory), "capacity": str(24 * slot)},
-            {"kind": "nvme", "path": str(tmp_path), "capacity": "20MiB", "free_floor": 0},
+            {"kind": "nvme", "path": str(disk), "capacity": "20MiB", "free_floor": 0},
             {"kind": "object", "url": bucket.as_uri(), "capacity": "30MiB"},
         ],
     }
@@ -204,7 +206,7 @@ def test_its_indexer_knows_what_the_tiers_hold(
     while told < EVENTS:
         server = Server(config, indexer)
         try:
-            for _ in range(chance.randint(20, 60)):
+            for _ in range(chance.randint(5, 25)):
                 for _ in range(chance.randint(1, 6)):
                     act(chance, server, prompts)
                 assert server.stack.settle()

@@ -4,7 +4,6 @@ says how much of a prompt each of these has. `make test-doors` installs it besid
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
+
+from support.object.object_servers import free_port
 
 PYTHON = Path(__file__).parents[3] / ".venv-doors/bin/python"
 PATIENCE_S = 60.0
@@ -71,13 +72,6 @@ class Indexer:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def until(condition: Callable[[], bool]) -> None:

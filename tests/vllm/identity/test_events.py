@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines.adapter import make_adapter
 from engines.engine import Engine, connector
 from engines.world import World, prompt
+from support.scheduler.told_events import (
+    CPU_TIER,
+    NVME_TIER,
+    OBJECT_TIER,
+    chunk_of,
+    events_with,
+    told_of,
+)
 
 PROMPT = prompt(21, 1100)
 HIT = 1024
@@ -169,59 +176,9 @@ def test_blocks_of_windows_are_not_announced(world: World, model: Callable[..., 
 # -- the part that keeps what will be told --------------------------------------------------------
 
 
-def chunk_of(number: int, window: int | None = None) -> tuple[Any, Any, int, bytes]:
-    """A request, a cache group of it, its chunk 1, and the key of that."""
-    hashes = [bytes([number, each]) * 16 for each in range(4)]
-    request = SimpleNamespace(
-        request_id="any",
-        block_hashes=hashes,
-        all_token_ids=list(range(number, number + 64)),
-        lora_request=None,
-        mm_features=[],
-        cache_salt=None,
-        prompt_embeds=None,
-    )
-    group = SimpleNamespace(
-        sliding_window_size_in_chunks=window,
-        hashes_per_chunk=2,
-        tokens_per_chunk=32,
-        tokens_per_block=16,
-    )
-    return request, group, 1, hashes[-1] + bytes(4)
-
-
-CPU_TIER, NVME_TIER, OBJECT_TIER = range(3)
-
-
-def told_of(keys: list[bytes], *, removed: bool = False, tier: int = NVME_TIER) -> Any:
-    from kvtier.types import BlockKey, EventKind, TierEvent
-
-    kind = EventKind.REMOVED if removed else EventKind.STORED
-    return tier, TierEvent(kind, MEDIA[tier], tuple(BlockKey(key) for key in keys))
-
-
-MEDIA = ("cpu", "nvme", "object")
-
-
 @pytest.fixture
 def hashes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-
-
-def events_with(
-    room: int, *, by_tier: bool = False, holders: Callable[[bytes], list[int]] = lambda _: []
-) -> Any:
-    """Room for the content of so many chunks."""
-    from kvtier.types import BlockKey
-    from kvtier.vllm.scheduler.block_events import DescribedEvents, place_of
-
-    return DescribedEvents(
-        lambda key, _: BlockKey(key),
-        holders,
-        {0: ("full_attention", None)},
-        [place_of(each, by_tier=by_tier) for each in MEDIA],
-        bytes_max=1200 * room,
-    )
 
 
 @importing
