@@ -64,6 +64,8 @@ class Cached:
                     self._store(event)
 
     def _store(self, event: dict[str, Any]) -> None:
+        if event.get("lora_name") or any(event.get("extra_keys") or ()):
+            return  # of an adapter, a salt or an image: its tokens alone do not tell what it is
         size, before = event["block_size"], event.get("parent_block_hash")
         self._block_tokens = size
         for at, block in enumerate(event["block_hashes"]):

@@ -178,7 +178,9 @@ def test_a_router_follows_what_servers_announce() -> None:
     cached, prompt = Cached(), list(range(18))
     assert cached.worth(prompt) == 0
     window = stored("CPU", 0, 4) | {"kv_cache_spec_kind": "sliding_window"}
-    cached.hear(0, [stored("GPU", 0, 1), stored("CPU", 0, 2), stored("STORAGE", 2, 2), window])
+    salted = stored("CPU", 0, 4) | {"extra_keys": [["salt"], None, None, None]}
+    others = [window, salted, stored("CPU", 0, 4) | {"lora_name": "tuned"}]
+    cached.hear(0, [stored("GPU", 0, 1), stored("CPU", 0, 2), stored("STORAGE", 2, 2), *others])
     assert cached.worth(prompt) == pytest.approx(4 + 4 * 0.8 + 8 * 0.4)
     assert cached.worth([*prompt[:5], 0, *prompt[6:]]) == 4
     gone = {"type": "BlockRemoved", "block_hashes": [10, 11], "medium": "CPU"}
