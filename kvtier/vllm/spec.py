@@ -24,9 +24,8 @@ from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
 from kvtier.system import numa
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
-from kvtier.vllm.events import events_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
@@ -310,10 +309,22 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager.reset(keep=self._keeps and self._pauses)
 
     @guarded(list)
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[tuple[int, TierEvent]]:
+        # Not vLLM's own: they pass `DescribedEvents`, which makes them so.
         self.has_events = False
-        events = self._manager.chain.take_events()
-        return events_of(events) if self._events else []
+        tiers = self._manager.chain.tiers
+        events = [(at, each) for at, tier in enumerate(tiers) for each in tier.take_events()]
+        return events if self._events else []
+
+    def holders(self, key: BlockKey) -> list[int]:
+        """The tiers that have this block now, by their numbers."""
+        tiers = enumerate(self._manager.chain.tiers)
+        return [at for at, tier in tiers if tier.lookup([key]) == [Presence.HIT]]
+
+    @property
+    def media(self) -> list[str]:
+        """What its tiers are."""
+        return [tier.medium for tier in self._manager.chain.tiers]
 
     def known_as(self, key: bytes, request: str) -> BlockKey:
         """The key by which the tiers, and their events, know this one of a request's."""

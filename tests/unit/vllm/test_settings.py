@@ -12,6 +12,7 @@ from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
     check_role,
+    read_flag,
     read_stack,
     unread,
     whole_number,
@@ -34,6 +35,15 @@ def test_what_belonged_to_another_connector() -> None:
         "kv_connector_extra_config.cpu_bytes_to_use is not known, and ignored: tiers are set in "
         "the stack"
     ]
+
+
+def test_a_flag_is_true_or_false() -> None:
+    assert [read_flag(each, "kv_events_by_tier") for each in ({}, {"kv_events_by_tier": True})] == [
+        False,
+        True,
+    ]
+    with pytest.raises(ConfigError, match="kv_events_by_tier: is 'yes' - give true or false"):
+        read_flag({"kv_events_by_tier": "yes"}, "kv_events_by_tier")
 
 
 @pytest.mark.parametrize("extra", [{}, {"stack": 3}])
