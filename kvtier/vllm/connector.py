@@ -207,6 +207,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._idle_requests.forget(request.request_id)
+        if self._manager.awaits_adapter(request.request_id):
+            self._manager.put_off(request.request_id)
+            return None, False
         if self._without_hits:
             return request_states.without_hits(self, request, num_computed_tokens)
         limit = request_states.load_limit(self, request, num_computed_tokens)
@@ -290,8 +293,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         reports: dict[int, Report] = getattr(meta, "reports", {})
         with scheduler_steps.manager_locked(self):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
-            vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
-            if foreign or not vouched:
+            if foreign:
                 self._manager.distrust_stores()
             for number, report in reports.items():
                 request = self._manager.report(number, report)
