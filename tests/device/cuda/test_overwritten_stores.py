@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.device.direct_engine import Tensor
+from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
@@ -19,7 +20,6 @@ from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, PageCopier
 from kvtier.testing.records import make_keys
 from kvtier.types import Namespace
-from kvtier.vllm.scheduler.manager import ChainManager
 from kvtier.vllm.worker import rank_worker
 from kvtier.vllm.worker.rank_worker import Ended, RankWorker
 
@@ -41,7 +41,7 @@ class Setting:
         config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
         self.stack = Stack.open(config, namespace)
         region = str(self.stack.host.region.path)  # type: ignore[attr-defined]
-        self.manager = ChainManager(self.stack, region=region, ranks=1)
+        self.manager = AddingManager(self.stack, region=region, ranks=1)
         self.keys: list[bytes] = list(make_keys(CHUNKS))
         self.worker = RankWorker(
             caches,
