@@ -101,6 +101,7 @@ class Link:
         self.stats = LinkStats(target)
         self.pressed = False
         """Whether the tier above took something in since it was last looked at."""
+        self._turnover = 0
         self._missed: OrderedDict[BlockKey, None] = OrderedDict()
         self._waiting: deque[BlockKey] = deque()
         self._queued: set[BlockKey] = set()
@@ -111,6 +112,18 @@ class Link:
     def room(self) -> int:
         """How many more blocks may be under way."""
         return max(0, self._window - self.stats.in_flight)
+
+    def startable(self, least: int) -> int:
+        """How many may be started by this step: as far as there is room, as many as have come or
+        ended since the last one, and `least` more. So the room is filled again as it becomes free,
+        and a step's work stays in proportion to the engine's and to the tier's."""
+        count, self._turnover = least + self._turnover, 0
+        return min(count, self.room)
+
+    def ended(self, count: int) -> None:
+        """So many of those under way are not any more."""
+        self.stats.in_flight -= count
+        self._turnover += count
 
     @property
     def spare(self) -> int:
@@ -136,6 +149,7 @@ class Link:
         """The tier above has these now, which this one lacks; answers with those that are not
         written for want of budget."""
         self.pressed = True
+        self._turnover += len(keys)
         admitted = keys if self.touches is None else self.touches.note(keys)
         worthy = self.worthy(admitted, now)
         if self.write is not WritePolicy.THROUGH:
