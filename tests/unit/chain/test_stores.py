@@ -236,7 +236,7 @@ def test_one_step_starts_a_bounded_number_of_blocks() -> None:
 @pytest.mark.parametrize(("write", "lower"), [(THROUGH, 1), (THROUGH, 2), (ON_EVICT, 1)])
 def test_no_store_is_dropped_beside_an_idle_disk(write: WritePolicy, lower: int) -> None:
     """A step that computes 16k tokens in blocks of 128 brings 128 at once, and long before the next
-    one the disk has written them. At a fixed 64 a step, 1600 of these 4096 are dropped as "full", or
+    one the disk has written them. At a fixed 64 a step 1600 of these 4096 are dropped as "full", or
     1024 as "gone" before they are written ahead of eviction."""
     steps, blocks, host = 32, 128, 2048
     disks = [rule(write, queue_blocks=512), rule(queue_blocks=512)][:lower]
