@@ -177,11 +177,12 @@ class OpenSlabs:
             for slab in looked_at.values():
                 slab.users += 1
         for slab_id, slab in looked_at.items():
-            if slab.deleted():
-                with self._lock:
-                    if self._slabs.get(slab_id) is slab:
-                        del self._slabs[slab_id]
-                    slab.retired = True
+            with contextlib.suppress(OSError):  # of what cannot be looked at nobody knows
+                if slab.deleted():
+                    with self._lock:
+                        if self._slabs.get(slab_id) is slab:
+                            del self._slabs[slab_id]
+                        slab.retired = True
             self.give_back(slab)
 
     def _retire(self, slabs: Sequence[OpenSlab]) -> None:

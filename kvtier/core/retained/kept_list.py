@@ -100,6 +100,6 @@ class KeptList:
 
     def close(self) -> None:
         """Write what has changed; may block."""
-        if self._writing is not None:
-            self._writing.result()
+        if self._writing is not None and self._writing.exception() is not None:
+            self._retained.changed = True  # whatever ended that thread is raised here
         self.write(at_once=True)

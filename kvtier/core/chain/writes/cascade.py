@@ -246,13 +246,13 @@ class Cascade:
         """Start to move what the source has and the target has not. Answers with what the source
         lacks, and with what the target has or has no room for."""
         deadline = now + self._settings[link.target].store_deadline.seconds
-        # What is bad must not spread: only what the engine has just stored here goes on unproved.
-        prove = old or source != HOST or self._ledger.unproved.any_of(keys)
         lacking: list[BlockKey] = []
         left: list[BlockKey] = []
         refused: list[BlockKey] = []
         for start in range(0, len(keys), STEP_BLOCKS):
             some = keys[start : start + STEP_BLOCKS]
+            # What is bad must not spread: only what the engine has just stored goes on unproved.
+            prove = old or source != HOST or self._ledger.unproved.any_of(some)
             transfer, absent = self._ledger.carry(source, link.target, some, deadline, prove)
             if transfer is not None and self._mover.submit(transfer):
                 link.stats.in_flight += len(transfer.keys)
