@@ -36,7 +36,7 @@ from kvtier.types import (
 )
 
 STEP_BLOCKS = 128
-"""The most written blocks that one call settles."""
+"""The most written blocks that one call settles, beside as many as the last one has started."""
 STEP_USES, USES_KEPT = 8, 1024
 """Of how many requests one call tells the lower tiers what they use, and how many wait for it."""
 REST_SECONDS = 30.0
@@ -281,7 +281,7 @@ class TierChain(Tier):
 
     def tick(self) -> None:
         now = self._clock()
-        self._settle(now)
+        self._settle(now, STEP_BLOCKS + self._cascade.started)
         if self._costs is not None:
             self._costs.collected()
         late, ids = self._ledger.expire(now)

@@ -95,10 +95,9 @@ class ChainManager:
         return self._state(request).known_as([key], self._epoch)[0]
 
     def _state(self, request: str) -> RequestState:
-        state = self._requests.get(request)
-        if state is None:
-            state = self._requests[request] = RequestState()
-        return state
+        """What is known of a request. One that was not added, or has ended, is offered nothing, and
+        nothing of it is kept: nobody knows its salt, and its end would never be told."""
+        return self._requests.get(request) or RequestState(kept=False, refused=True)
 
     # -- loads -----------------------------------------------------------------------------
 

@@ -16,11 +16,19 @@ from kvtier.testing.subject import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, group_of
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
+from kvtier.vllm.requests import RequestState
 
 CHUNK = 256
 TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))
 SLOT = record_bytes(TWO_GROUPS.payload_bytes)
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
+
+
+class AddingManager(ChainManager):
+    """Adds each request when a test first names it: vLLM adds it before it asks anything."""
+
+    def _state(self, request: str) -> RequestState:
+        return self._requests.setdefault(request, RequestState())
 
 
 class Asking:
@@ -129,7 +137,7 @@ def manager(
     costs: CostModel | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Asking:
-    made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=clock)
+    made = AddingManager(stack, region="region", ranks=1, costs=costs, clock=clock)
     made.shapes = dict(enumerate(shapes))
     return Asking(made)
 
