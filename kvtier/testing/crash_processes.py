@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-import kvtier
+from kvtier.errors import KVTierError
 from kvtier.interfaces.backend import Backend
 from kvtier.testing.faults import Call, Fault, FaultyDisk, die
 from kvtier.testing.subject import Rig, Subject, failures, make_keys
@@ -67,7 +67,7 @@ class Steps:
     """Counts the bytecode steps of a tier's own code, and dies at one of them."""
 
     def __init__(self, backend: Backend[Any], last: int) -> None:
-        library = Path(inspect.getfile(kvtier)).parent
+        library = Path(inspect.getfile(KVTierError)).parent
         own = Path(inspect.getfile(type(backend))).parent
         places = [own, *(library / folder for folder in TRACED)]
         self.places = tuple(
