@@ -155,13 +155,12 @@ class EngineLoad:
         if stop > start:
             self._left[request], self._seconds = (start, stop), None
 
-    def step_began(self, tokens: int, context: int, each: Mapping[str, int]) -> None:
-        """A step begins that computes so many prompt tokens after so many others; and of each."""
+    def stepped(self, each: Mapping[str, int]) -> None:
+        """A step begins that computes so many tokens of each."""
         self._requests.stepped()
         for request, (start, stop) in list(self._left.items()):
             self.gone(request)
             self.admitted(request, start + each.get(request, 0), stop)
-        self.pace.began(tokens, context)
 
     def gone(self, request: str) -> None:
         """It has ended."""

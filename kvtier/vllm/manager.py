@@ -122,7 +122,8 @@ class ChainManager:
     def keep_no_more(self, request: str | None = None) -> None:
         """What there is of this request, or of all (None), may be half computed, or wrong. It may
         have ended, too, while a store of it is under way."""
-        for state in self._requests if request is None else [self._requests.of(request)]:
+        one = None if request is None else self._requests.get(request)
+        for state in self._requests if request is None else [one] if one else []:
             state.kept = False
 
     def known_as(self, key: bytes, request: str) -> BlockKey:
@@ -372,7 +373,8 @@ class ChainManager:
 
     def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
         """The engine computes so many prompt tokens now, after so many others; and of each."""
-        self.load.step_began(tokens, context, each)
+        self.load.stepped(each)
+        self.load.pace.began(tokens, context)
         self._computing = bool(tokens)
 
     def give_up(self) -> int | None:

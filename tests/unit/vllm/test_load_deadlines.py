@@ -31,8 +31,8 @@ from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
+from kvtier.vllm.deferrals import LoadDeadlines
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.requests import LoadDeadlines
 
 
 class Gate:

@@ -285,11 +285,11 @@ def test_the_engines_steps_tell_how_fast_it_computes(stack: Stack) -> None:
     managed = AddingManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
     managed.step_began(1024, 0)
     now[0] += 2.0
-    managed.pace.ended()
+    managed.load.pace.ended()
     assert costs.recompute_seconds(0, 1024) == pytest.approx(2.0, rel=0.2)
     without = AddingManager(stack, region="region", ranks=1)
     without.step_began(1024, 0)
-    without.pace.ended()
+    without.load.pace.ended()
 
 
 def test_whoever_ends_a_step_learns_what_has_landed(

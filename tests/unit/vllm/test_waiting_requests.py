@@ -23,8 +23,8 @@ from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.chain.tier_chain import TierChain
 from kvtier.types import BlockKey, group_of
+from kvtier.vllm.deferrals import PATIENCE_S
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.requests import PATIENCE_S
 
 
 @pytest.fixture
