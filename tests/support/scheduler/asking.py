@@ -16,7 +16,7 @@ from kvtier.testing.subject import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, group_of
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.requests import RequestState
+from kvtier.vllm.requests import Phase, Requests, RequestState
 
 CHUNK = 256
 TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))
@@ -24,11 +24,23 @@ SLOT = record_bytes(TWO_GROUPS.payload_bytes)
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
 
 
-class AddingManager(ChainManager):
+class AddingRequests(Requests):
     """Adds each request when a test first names it: vLLM adds it before it asks anything."""
 
-    def _state(self, request: str) -> RequestState:
-        return self._requests.setdefault(request, RequestState())
+    def of(self, request: str) -> RequestState:
+        if self.get(request) is None:
+            self.add(request, RequestState(phase=Phase.COMPUTING))  # which counts for nobody
+        return super().of(request)
+
+    def asked(self, request: str, scarce: bool = True) -> None:
+        self.of(request)
+        super().asked(request, scarce)
+
+
+class AddingManager(ChainManager):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._requests.__class__ = AddingRequests
 
 
 class Asking:

@@ -31,8 +31,8 @@ from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
+from kvtier.vllm.deferrals import LoadDeadlines
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.requests import LoadDeadlines
 
 
 class Gate:
@@ -73,7 +73,7 @@ class Desk(Asking):
         for tier in tiers["tiers"]:
             tier["load_deadline"] = 600.0
         self.stack = Stack.open(tiers, TWO_GROUPS, costs=costs)
-        self.stack.chain._appraiser._clock = self.clock
+        self.stack.chain._lookup._planner._clock = self.clock
         made = AddingManager(self.stack, region="region", ranks=1, costs=costs, clock=self.clock)
         made.shapes = dict(enumerate(shapes))
         super().__init__(made)

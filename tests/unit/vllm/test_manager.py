@@ -90,7 +90,7 @@ def test_a_request_that_nobody_has_added_leaves_nothing_behind(stack: Stack) -> 
         managed.scheduled("a", 0, CHUNK)
         fresh = make_keys(2, start=100)
         assert managed.prepare_store(fresh, "a")[0] == [], "nobody knows what its keys leave out"
-        assert managed._requests == {}
+        assert len(managed._requests) == 0
 
 
 def test_a_load_that_cannot_be_prepared_is_not_tried_for_ever(
@@ -278,7 +278,7 @@ def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path)
         assert asking.hit("b", prompts["b"], 4 * CHUNK) == 4 * CHUNK, "two wait behind it"
         made.scheduled("b")
         made.on_request_finished("c")
-        made.pace.ended()  # else the load would end before the engine had come to it
+        made.load.pace.ended()  # else the load would end before the engine had come to it
         assert asking.hit("d", prompts["d"], 4 * CHUNK) == 0, "nobody does"
 
 
