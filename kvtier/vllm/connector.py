@@ -17,8 +17,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import metrics, unsupported_modes
-from kvtier.vllm import requests as prefill_handoff
+from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.engine_settings import SPEC, settle
 from kvtier.vllm.events import DescribedEvents
 from kvtier.vllm.guard import guarded
@@ -166,7 +165,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         request_states.heed_whole_chunks(self, request)
-        if self._hands_over and prefill_handoff.is_expected(request.kv_transfer_params):
+        if self._hands_over and deferrals.is_handed_over(request.kv_transfer_params):
             self._manager.expect(request.request_id)
         if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
@@ -250,7 +249,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
-            answer = prefill_handoff.answer(request.kv_transfer_params)
+            answer = deferrals.handover_answer(request.kv_transfer_params)
         return held, answer
 
     @guarded(lambda: None)

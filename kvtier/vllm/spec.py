@@ -239,7 +239,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def step_ended(self) -> None:
         """The oldest step that began has ended."""
-        self._manager.pace.ended()
+        self._manager.load.pace.ended()
 
     @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
