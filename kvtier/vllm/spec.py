@@ -72,7 +72,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         # Of a dense model each rank is told that there is no other; its index it keeps.
         shared = config.parallel.data_parallel_size > 1 or index > 0
         ranks = config.parallel.world_size
-        costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None
+        costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
             self.extra_config["stack"],
             namespace,

@@ -80,7 +80,7 @@ def test_servers_behind_a_router(world: World, model: Callable[..., Path]) -> No
         name, kvtier, verb, _, config, stack, *_ = command
         assert (kvtier, verb, config) == ("kvtier", "serve", "--config")
         # Of the test alone; and a model as small as this one computes faster than it loads.
-        text = (ROOT / stack).read_text().replace("2GiB", "256MiB") + "loads: always\n"
+        text = (ROOT / stack).read_text().replace("2GiB", "256MiB") + "load_policy: always\n"
         here = world.folder / "stack.yaml"
         here.write_text(text.replace("kind: cpu\n", f"kind: cpu\n    path: {world.region}\n"))
         environment = dict([name.split("=")]) | {"HOME": str(world.folder), "OMP_NUM_THREADS": "1"}
