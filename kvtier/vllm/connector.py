@@ -17,8 +17,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import metrics, unsupported_modes
-from kvtier.vllm import requests as prefill_handoff
+from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.engine_settings import SPEC, settle
 from kvtier.vllm.events import DescribedEvents, place_of
 from kvtier.vllm.guard import guarded
@@ -176,7 +175,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         request_states.heed_whole_chunks(self, request)
-        if self._hands_over and prefill_handoff.is_expected(request.kv_transfer_params):
+        if self._hands_over and deferrals.is_handed_over(request.kv_transfer_params):
             self._manager.expect(request.request_id)
         if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
@@ -217,6 +216,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._idle_requests.forget(request.request_id)
+        if self._manager.awaits_adapter(request.request_id):
+            self._manager.put_off(request.request_id)
+            return None, False
         if self._without_hits:
             return request_states.without_hits(self, request, num_computed_tokens)
         limit = request_states.load_limit(self, request, num_computed_tokens)
@@ -257,7 +259,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
-            answer = prefill_handoff.answer(request.kv_transfer_params)
+            answer = deferrals.handover_answer(request.kv_transfer_params)
         return held, answer
 
     @guarded(lambda: None)
@@ -300,8 +302,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         reports: dict[int, Report] = getattr(meta, "reports", {})
         with scheduler_steps.manager_locked(self):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
-            vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
-            if foreign or not vouched:
+            if foreign:
                 self._manager.distrust_stores()
             for number, report in reports.items():
                 request = self._manager.report(number, report)
