@@ -11,8 +11,8 @@ from kvtier.config import load
 from kvtier.core.eviction.traces.trace import read_trace
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.observe.kv_shape import read_shape
+from kvtier.vllm.identity.prompts import read_prompts
 from kvtier.vllm.scheduler.hint_actions import Action, Understanding
-from kvtier.vllm.serving.prompts import read_prompts
 
 _STACK = b"""version: 1
 name: fuzz

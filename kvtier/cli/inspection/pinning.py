@@ -19,8 +19,7 @@ from kvtier.core.inspection import Depth
 from kvtier.core.records.record import record_bytes
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.identity.prompt_keys import chunk_keys
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import chunk_keys, read_prompts
 
 
 class Wanted(msgspec.Struct):

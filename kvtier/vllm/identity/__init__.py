@@ -2,5 +2,5 @@
 
 - `namespace_facts.py`: the facts of an engine's namespace, from its configuration
 - `weight_fingerprints.py`: fingerprints of weights, and of LoRA adapters while they are used
-- `prompt_keys.py`: the keys of a prompt, computed without vLLM
+- `prompts.py`: prompts from files, and the keys of prompts, computed without vLLM
 """

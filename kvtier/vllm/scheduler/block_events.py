@@ -21,7 +21,7 @@ import msgspec
 from kvtier.types import GROUP_BYTES, BlockKey, group_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import interfaces
-from kvtier.vllm.hooks.event_tracker import (
+from kvtier.vllm.hooks.interfaces import (
     BlockRemoved,
     BlockStored,
     extra_keys,

@@ -19,7 +19,7 @@ from kvtier.core.costs.chunk_spans import (
 )
 from kvtier.core.costs.hit_decision import Decision
 from kvtier.types import GROUP_BYTES, BlockKey
-from kvtier.vllm.identity.prompt_keys import salted
+from kvtier.vllm.identity.prompts import salted
 
 
 class Column(NamedTuple):

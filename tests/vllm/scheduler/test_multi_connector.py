@@ -15,7 +15,7 @@ from kvtier.vllm.protocol import Report
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -> None:
     from kvtier.vllm import KVTierConnector
-    from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata
+    from kvtier.vllm.hooks.worker import ErrandMetadata
 
     adapters, distrusted = Adapters(), list[bool]()
     (tmp_path / "adapter_config.json").write_text("{}")
