@@ -308,12 +308,14 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         meta = connector_output.kv_connector_worker_meta
         if meta is None and not connector_output.invalid_block_ids:
             return  # no worker has anything to say
-        self._manager.mistook(getattr(meta, "mistakes", 0))
+        self._manager.meter.mistook(getattr(meta, "mistakes", 0))
         reports: Mapping[int, Report] = getattr(meta, "reports", {})
         side = self.connector_scheduler
         with scheduler.manager_locked(side):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
-            vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
+            vouched = self._manager.adapters.vouches(
+                reports
+            )  # asked in any case: it keeps account of them
             if foreign or not vouched:
                 self._chain.distrust_stores()
             for number, report in reports.items():
@@ -326,7 +328,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
-            self._manager.step_ended()
+            self._manager.pace.ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()
@@ -358,7 +360,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         if self._counted:
             return False
         self._counted = True
-        self._manager.tell_now()
+        self._manager.meter.tell_now()
         return True
 
     def reset_cache(self) -> Any:
@@ -379,16 +381,6 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def engine_forgot(self) -> None:
         """vLLM's own prefix cache was emptied."""
         self._engine_cache.reset()
-
-    @guarded(lambda: None)
-    def reads_adapter(self, adapter: Any) -> None:
-        """The workers are about to read an adapter."""
-        self._manager.adapters.read(adapter)
-
-    @guarded(lambda: None)
-    def lets_go_of_adapter(self, number: int) -> None:
-        """The workers are about to let go of one."""
-        self._manager.adapters.removed(number)
 
     # -- the frontend --------------------------------------------------------------------------
 

@@ -128,12 +128,12 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
-        self.chain_manager = Guarded(manager)
-        """For what vLLM does not ask, and kvtier's connector does."""
-        self._meter = Meter(manager)
+        self._meter, self._adapters = Meter(manager), Adapters()
+        # For what vLLM does not ask, and kvtier's connector does:
+        self.chain_manager, self.pace = Guarded(manager), Guarded(manager.pace)
+        self.meter, self.adapters = Guarded(self._meter), Guarded(self._adapters)
         self._events = events
         self._keeps, self._pauses = keeps, False
-        self.adapters = Adapters()
         self._salts: dict[str, bytes | None] = {}
         self._next_poll = 0.0
         self.has_events = False
@@ -179,7 +179,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         complete = [key for key in keys if key not in incomplete]
         taken, errand = self._manager.prepare_store(complete, req_context.req_id)
         if taken:
-            self.adapters.stores(req_context.req_id, errand.number)
+            self._adapters.stores(req_context.req_id, errand.number)
         return interfaces.PrepareStoreOutput(
             keys_to_store=taken, store_spec=ErrandSpec(errand), evicted_keys=[]
         )
@@ -198,31 +198,11 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         return self._manager.give_up() if self._manager.copying else None
 
     @guarded(lambda: None)
-    def step_ended(self) -> None:
-        """The oldest step that began has ended."""
-        self._manager.pace.ended()
-
-    @guarded(lambda: None)
-    def tell_now(self) -> None:
-        """The next step has to tell the counters: no other may follow it for long."""
-        self._meter.tell_now()
-
-    @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
         self.has_events = True
         return self._manager.report(number, report)
-
-    @guarded(lambda: False)
-    def vouches(self, errands: Iterable[int]) -> bool:
-        """Whether no adapter's files have changed before these errands ended."""
-        return self.adapters.vouches(errands)
-
-    @guarded(lambda: None)
-    def mistook(self, mistakes: int) -> None:
-        """So many exceptions were caught in workers."""
-        self._meter.mistook(mistakes)
 
     # -- the life of requests and of the engine
 
@@ -237,7 +217,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
             self.keep_nothing(request)
-            self._salts[request] = self.adapters.began(request, adapter)
+            self._salts[request] = self._adapters.began(request, adapter)
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
@@ -245,7 +225,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
-        self.adapters.ended(req_context.req_id)
+        self._adapters.ended(req_context.req_id)
         self._manager.on_request_finished(req_context.req_id)
 
     @guarded(lambda: None)

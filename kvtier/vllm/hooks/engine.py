@@ -117,13 +117,13 @@ def changes_weights(method: Any) -> bool:
 
 def _add_lora(call: Call, core: Any, lora_request: Any) -> Any:
     for connector in connectors_of(core):
-        connector.reads_adapter(lora_request)
+        connector.connector_scheduler.manager.adapters.read(lora_request)
     return call()
 
 
 def _remove_lora(call: Call, core: Any, lora_id: int) -> Any:
     for connector in connectors_of(core):
-        connector.lets_go_of_adapter(lora_id)
+        connector.connector_scheduler.manager.adapters.removed(lora_id)
     return call()
 
 

@@ -17,14 +17,16 @@ class Ears:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        manager = SimpleNamespace(adapters=self)
+        self.connector_scheduler = SimpleNamespace(manager=manager)
 
     def weights_changed(self) -> None:
         self.heard.append("weights")
 
-    def reads_adapter(self, adapter: str) -> None:
+    def read(self, adapter: str) -> None:
         self.heard.append(f"reads {adapter}")
 
-    def lets_go_of_adapter(self, number: int) -> None:
+    def removed(self, number: int) -> None:
         self.heard.append(f"lets go of {number}")
 
     def engine_forgot(self) -> None:

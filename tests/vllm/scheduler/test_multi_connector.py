@@ -24,9 +24,9 @@ def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -
     connector: Any = KVTierConnector.__new__(KVTierConnector)
     connector.connector_scheduler = SimpleNamespace(update_connector_output=lambda _: None)
     connector._manager = SimpleNamespace(
-        mistook=lambda _: None,
-        vouches=adapters.vouches,
-        distrust_stores=lambda: distrusted.append(True),
+        meter=SimpleNamespace(mistook=lambda _: None),
+        adapters=adapters,
+        chain_manager=SimpleNamespace(distrust_stores=lambda: distrusted.append(True)),
         report=lambda *_: None,
     )
     for errand, invalid in enumerate([set(), {3}]):
