@@ -35,7 +35,7 @@ from kvtier.vllm.scheduler.manager import ChainManager
 from kvtier.vllm.scheduler.metrics import Meter, definitions
 from kvtier.vllm.scheduler.prefill_pace import prompt_tokens
 from kvtier.vllm.settings import read_engine, read_namespace, read_stack
-from kvtier.vllm.worker.rank_worker import RankWorker, blocks_of
+from kvtier.vllm.worker.rank_worker import RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +94,18 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         kind, (_, alone) = backend(stack.tiers[0].kind), read_engine(self.extra_config)
         if alone and kv_caches.tensors[0].tensor.is_cuda:  # the scheduler needs it in a moment
             kind.begin_memory(stack.tiers[0], self._near)
-        return VllmWorker(
-            RankWorker(
-                kv_caches,
-                blocks_per_chunk=self.blocks_per_chunk,
-                group_ids=[group.group_id for group in config.groups],
-                rank=config.parallel.rank,
-                ranks=config.parallel.world_size,
-                alike=ranks_alike(config),
-                pipelined=config.parallel.pp_size > 1,
-                gds=stack.gds,
-                folders=stack_config.folders(stack),
-                attach=kind.attach,
-                find_region=partial(kind.find_region, stack.tiers[0], self._engine),
-            )
+        return RankWorker(
+            kv_caches,
+            blocks_per_chunk=self.blocks_per_chunk,
+            group_ids=[group.group_id for group in config.groups],
+            rank=config.parallel.rank,
+            ranks=config.parallel.world_size,
+            alike=ranks_alike(config),
+            pipelined=config.parallel.pp_size > 1,
+            gds=stack.gds,
+            folders=stack_config.folders(stack),
+            attach=kind.attach,
+            find_region=partial(kind.find_region, stack.tiers[0], self._engine),
         )
 
     @property
@@ -275,51 +273,3 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         self._manager.close()
-
-
-class VllmWorker(interfaces.OffloadingWorker):  # type: ignore[misc]
-    """vLLM's worker: whatever happens, every job ends and is reported."""
-
-    def __init__(self, worker: RankWorker) -> None:
-        self._worker = worker
-        self.rank = Guarded(worker)
-        """For what vLLM does not ask, and kvtier's side of its worker does."""
-        self.steps = worker.steps
-        """To be told of the engine's steps."""
-
-    @guarded(lambda: None)
-    def wait(self, job_ids: Collection[int]) -> None:
-        self._worker.wait(job_ids)
-
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        if not self._submit(self._worker.store, job_id, dst_spec.errand, src_spec):
-            self._worker.abandon(job_id, dst_spec.errand)
-        return True
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: Any,
-        dst_spec: Any,
-        expedited: bool = False,
-        *,
-        mark: object = None,
-    ) -> bool:
-        """`mark` says what the load comes after (see `RankWorker.mark`)."""
-        load = partial(self._worker.load, mark=mark)
-        if not self._submit(load, job_id, src_spec.errand, dst_spec):
-            self._worker.abandon(job_id, src_spec.errand)
-        return True
-
-    @guarded(lambda: False)
-    def _submit(self, move: Any, job_id: int, errand: Errand, device: Any) -> bool:
-        move(job_id, errand, blocks_of(device))
-        return True
-
-    def get_finished(self) -> list[Any]:
-        """Nothing: FailureTolerantWorker asks for the reports instead."""
-        return []
-
-    @guarded(lambda: None)
-    def shutdown(self) -> None:
-        self._worker.close()

@@ -32,7 +32,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingHistogramMetadata,
     OffloadingManager,
     OffloadingSpec,
-    OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "OffloadingHistogramMetadata",
     "OffloadingManager",
     "OffloadingSpec",
-    "OffloadingWorker",
     "PrepareStoreOutput",
     "RequestOffloadingContext",
     "batched_copy",

@@ -79,18 +79,6 @@ _BASE_CLASSES = (
         without_it="nothing is found or stored",
     ),
     TouchPoint(
-        target="vllm.v1.kv_offload.base:OffloadingWorker",
-        members=(
-            "submit_store(job_id, src_spec, dst_spec)",
-            "submit_load(job_id, src_spec, dst_spec)",
-            *("get_finished()", "wait(job_ids)", "shutdown()"),
-        ),
-        derived=True,
-        used_by="interfaces.py",
-        why="VllmWorker derives from it, and copies",
-        without_it="nothing is loaded or stored",
-    ),
-    TouchPoint(
         target="vllm.v1.kv_offload.base:OffloadingSpec",
         members=(
             *("get_manager()", "get_worker(kv_caches)", "build_metric_definitions(extra_config)"),

@@ -6,7 +6,9 @@ the outcome of each errand to the scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -23,6 +25,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.worker.rank_worker import blocks_of
 
 
 class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -55,7 +58,11 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
-    """Reports each transfer once, whether it succeeded or failed."""
+    """Reports each transfer once, whether it succeeded or failed. vLLM's methods expect an
+    `OffloadingWorker` of its own; these go to kvtier's worker directly."""
+
+    worker: Any
+    """The rank's `RankWorker`, once its KV caches are known."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -69,22 +76,37 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self.failed_requests: set[str] = set()
         """Of those that `get_finished` has told of last."""
 
+    @cached_property
+    def _rank(self) -> Any:
+        """The worker, of which no exception comes out."""
+        return guard.Guarded(self.worker)
+
     def make_ready(self) -> None:
         """Return when the first requests will find what they use."""
         payloads, blocks, parts = cache_groups.chunk_sizes(self.vllm_config, self.kv_cache_config)
         chunk = blocks * min(cache_groups.block_tokens(self.vllm_config, self.kv_cache_config))
         batch = self.vllm_config.scheduler_config.max_num_batched_tokens
-        self.worker.rank.make_ready(payloads, parts, len(payloads) * -(-batch // chunk))
+        self._rank.make_ready(payloads, parts, len(payloads) * -(-batch // chunk))
 
     def _submit_stores(self) -> None:
         jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
         for job_id, source, target in jobs:
             self._storing.add(job_id)
-            self.worker.submit_store(job_id, source, target)
+            self._submit(self.worker.store, job_id, target.errand, source)
+
+    def _submit(self, move: Callable[..., None], job_id: int, errand: Errand, device: Any) -> None:
+        """Whatever happens, the job ends and is reported."""
+        if not self._moves(move, job_id, errand, device):
+            self.worker.abandon(job_id, errand)
+
+    @guard.guarded(lambda: False)
+    def _moves(self, move: Callable[..., None], job_id: int, errand: Errand, device: Any) -> bool:
+        move(job_id, errand, blocks_of(device))
+        return True
 
     def finish_stores(self) -> None:
         """Return when what was given to be stored has left the device."""
-        self.worker.wait(self._storing)
+        self._rank.wait(self._storing)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flushed = kv_connector_metadata.jobs_to_flush
@@ -95,20 +117,21 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._submit_stores()
         if flushed:
             # At a reset all loads are among them. Requests keep the blocks that theirs go to.
-            self.worker.rank.make_way(flushed - self._load_jobs.keys())
+            self._rank.make_way(flushed - self._load_jobs.keys())
         if kv_connector_metadata.load_jobs:
-            self._mark = self.worker.rank.mark()
+            self._mark = self._rank.mark()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         self.worker.steps.began(getattr(metadata, "decoding", 0))
         self._submit_stores()
+        load = partial(self.worker.load, mark=self._mark)
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
-            self.worker.submit_load(job_id, entry.src_spec, entry.dst_spec, mark=self._mark)
+            self._submit(load, job_id, entry.src_spec.errand, entry.dst_spec)
         self._mark = None
         given_up: int | None = getattr(metadata, "given_up", None)
         if given_up is not None:
-            self.worker.rank.give_up(given_up)
+            self._rank.give_up(given_up)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What the worker's side of a connector answers after a step."""
@@ -119,7 +142,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self.worker.steps.ended()
         received, told = set[str](), self._told
         self.failed_requests = set()
-        for ended in self.worker.rank.poll() or ():
+        for ended in self._rank.poll() or ():
             request = self._load_jobs.pop(ended.job_id, None)
             self._storing.discard(ended.job_id)
             told.mark_completed(ended.job_id)
@@ -134,6 +157,10 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
                 if not ended.ok:
                     self.failed_requests.add(request)
         return set(), received
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self._rank.close()
 
     def build_connector_worker_meta(self) -> Any:
         if not self._told.reports:
