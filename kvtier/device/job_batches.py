@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvtier.core.interfaces.mover import TransferKind
-from kvtier.device.accelerator import ERRORS
+from kvtier.core.system.abandonable_calls import Attempt
 from kvtier.device.copier import Busy, Job, Prover
 from kvtier.device.copy_plan import Ints, Pieces
 from kvtier.types import BlockKey, Outcome
-
-logger = logging.getLogger(__name__)
 
 
 class Work:
@@ -23,6 +21,7 @@ class Work:
 
     def __init__(self, job: Job, pieces: Pieces, mark: Any, now: float) -> None:
         self.job = job
+        self.what = f"a {job.kind.value}"
         self.pieces = pieces
         self.mark = mark
         """How far the engine's own work had come when the job was given, as the copier says it."""
@@ -35,6 +34,9 @@ class Work:
         self.outcomes = [Outcome.CANCELLED] * len(pieces)
         self.copying, self.reading = Busy(), Busy()
         self.holding = 0  # running rows that still touch the device
+        self.overtaken = False
+        """The engine has stopped waiting for it, and may write to the pages that it still touches.
+        """
         self.failed = False
         """A record of this load was not what it should be: the others are looked at, not copied."""
         self.moved = self.read = 0
@@ -73,17 +75,27 @@ class Work:
             rows.clear()
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, eq=False):
     """Rows of a job that are moved together, all of one group."""
 
     work: Work
     rows: list[int]
     from_files: bool = False
+    held: bool = True
+    """It still touches the device."""
+    overtaken: bool = False
+    """It did when the engine stopped waiting for it."""
+    ended: bool = False
 
     @property
     def group(self) -> int:
         """The group's position in the layout."""
         return self.work.groups[self.rows[0]]
+
+    @property
+    def failure(self) -> str:
+        """What the log says if a step of it raises."""
+        return f"{self.work.what} of the engine failed"
 
     @property
     def busy(self) -> Busy:
@@ -96,14 +108,12 @@ def each_row(
 ) -> list[Outcome]:
     """One step for every row, in order; for none that is not good any more, if it is said how the
     rows have fared so far."""
-    outcomes = []
+    outcomes, failure = [], batch.failure
     for row, outcome in zip(batch.rows, so_far or [Outcome.OK] * len(batch.rows), strict=True):
         if outcome.ok:
-            try:
+            outcome = Outcome.IO_ERROR
+            with Attempt(failure):
                 outcome = step(batch, row)
-            except ERRORS:
-                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-                outcome = Outcome.IO_ERROR
         outcomes.append(outcome)
     return outcomes
 
@@ -112,15 +122,6 @@ def unchanged(prover: Prover, stamps: Mapping[int, bytes], batch: Batch, row: in
     """OK if a row's slot still holds the record that it held when these stamps were taken."""
     same = prover.unchanged(batch.work.job.slots[row], stamps[row])
     return Outcome.OK if same else Outcome.GONE
-
-
-def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """What a step makes of a batch; if it breaks, nothing of the batch is good."""
-    try:
-        return step()
-    except ERRORS:
-        logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-        return [Outcome.IO_ERROR] * len(batch.rows)
 
 
 def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:

@@ -228,6 +228,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         name, side = request.request_id, self.connector_scheduler
         self._idle_requests.forget(name)
         found: tuple[int | None, bool]
+        if self._manager.awaits_adapter(name):
+            self._chain.put_off(name)
+            return None, False
         if self._without_hits:
             found = side.get_num_new_matched_tokens(request, num_computed_tokens, 0)
             return found
@@ -313,10 +316,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         side = self.connector_scheduler
         with scheduler.manager_locked(side):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
-            vouched = self._manager.adapters.vouches(
-                reports
-            )  # asked in any case: it keeps account of them
-            if foreign or not vouched:
+            if foreign:
                 self._chain.distrust_stores()
             for number, report in reports.items():
                 request = self._manager.report(number, report)

@@ -28,7 +28,7 @@ from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
 from kvtier.vllm.hooks.worker import ErrandSpec
-from kvtier.vllm.identity.weight_fingerprints import Adapters
+from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.protocol import Errand, Report
 from kvtier.vllm.scheduler.block_events import events_of
 from kvtier.vllm.scheduler.manager import ChainManager
@@ -132,7 +132,10 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self.meter, self.adapters = Guarded(self._meter), Guarded(self._adapters)
         self._events = events
         self._keeps, self._pauses = keeps, False
-        self._salts: dict[str, bytes | None] = {}
+        self._unkept = set[str]()
+        """Requests that are about to be added, and whose keys do not tell enough."""
+        self._unidentified = set[str]()
+        """Requests with adapters whose files are being looked at."""
         self._next_poll = 0.0
         self.has_events = False
         """Whether something may have changed in the tiers since their events were taken."""
@@ -200,6 +203,8 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
         self.has_events = True
+        if self._adapters.holds(number, report):
+            return None
         return self._manager.report(number, report)
 
     # -- the life of requests and of the engine
@@ -207,7 +212,9 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(interfaces.RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         request = req_context.req_id
-        self._manager.on_new_request(request, self._salts.pop(request, b""))
+        kept, identified = request not in self._unkept, request not in self._unidentified
+        self._unkept.discard(request)
+        self._manager.on_new_request(request, b"" if kept else None, identified=identified)
         return interfaces.RequestOffloadingContext()
 
     @guarded(lambda: None)
@@ -215,19 +222,42 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
             self.keep_nothing(request)
-            self._salts[request] = self._adapters.began(request, adapter)
+            self._adapters.arrived(request, adapter)
+            self._unkept.discard(request)
+            self._unidentified.add(request)
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
-        self._salts[request] = None
+        self._unkept.add(request)
+        self._unidentified.discard(request)
+
+    @guarded(lambda: False)
+    def awaits_adapter(self, request: str) -> bool:
+        """Whether it has to wait for a look at its adapter's files: the engine is to read them
+        after that."""
+        if request not in self._unidentified:
+            return False
+        if self._adapters.awaits(request):
+            return True
+        self._unidentified.discard(request)
+        self._manager.identify(request, self._adapters.take_salt(request))
+        return False
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
+        self._unidentified.discard(req_context.req_id)
         self._adapters.ended(req_context.req_id)
         self._manager.on_request_finished(req_context.req_id)
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: Any = None) -> None:
+        for request in list(self._unidentified):  # what it will ask for may be prefetched then
+            self.awaits_adapter(request)
+        for number, report, vouched in self._adapters.take_stored():
+            if not vouched:
+                self._manager.distrust_stores()
+            self._manager.report(number, report)
+            self.has_events = True
         now = time.monotonic()
         if now >= self._next_poll or self._manager.ahead.due or not self._manager.chain.at_rest:
             self._next_poll, self.has_events = now + _NEWS_S, True
@@ -272,4 +302,5 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
+        self._adapters.close()
         self._manager.close()

@@ -53,7 +53,7 @@ GUARDS = {
     "kvtier/core/interfaces/backend.py": "a package of others may raise anything at import",
     "kvtier/core/chain/isolated_tier.py": "and when it is used",
     "kvtier/core/eviction/registry.py": "likewise",
-    "kvtier/core/system/abandonable_calls.py": "what a thread raises goes to its waiting caller",
+    "kvtier/core/system/abandonable_calls.py": "what a thread raises ends no wait for it",
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
     "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
     "backends/object/client/credentials.py": "credentials come from programs of the user's",

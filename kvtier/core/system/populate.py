@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from kvtier.core.records.record import Buffer
+from kvtier.core.system.abandonable_calls import Attempt
 from kvtier.core.system.numa import bind_thread
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,14 @@ class Populating:
             self._run()
 
     def _run_near(self) -> None:
-        bind_thread(self._cores)
-        self._run()
+        with Attempt("memory cannot be taken before it is used"):
+            bind_thread(self._cores)
+            self._run()
+            return
+        with self._changed:  # whoever waits for it must not wait for ever
+            self.whole = False
+            self._end()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.device.accelerator import ERRORS, Accelerator
+from kvtier.core.system.abandonable_calls import Attempt
+from kvtier.device.accelerator import Accelerator
 from kvtier.device.copy_plan import Pieces, describe
 from kvtier.device.direct.loader import DirectLoader, DirectRead, Landing, Reading
 from kvtier.device.job_batches import Batch, Work
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout
-from kvtier.errors import KVTierError
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,17 @@ class DirectPath:
 
     def run(self) -> None:
         """Serve until the job queue closes."""
-        try:
+        with Attempt("files are not read straight into the device"):
             self._loader = self._open()
-        except (KVTierError, *ERRORS):
-            logger.exception("files are not read straight into the device")
         self.able = self._loader is not None
         self.opening = False
         if self._stopped:
             self.stop()
         under_way: deque[_UnderWay] = deque()
         while self._refill(under_way):
-            self._finish(under_way.popleft())
+            one = under_way.popleft()
+            with self._job_queue.moving(one.batch):
+                self._finish(one)
         if self._loader is not None:
             self._loader.close()
 
@@ -94,7 +94,8 @@ class DirectPath:
                 continue
             job, (row,) = batch.work.job, batch.rows
             read = DirectRead(job.files[row], job.keys[row], batch.work.groups[row])
-            under_way.append(_UnderWay(batch, loader.begin(read)))
+            with self._job_queue.moving(batch):
+                under_way.append(_UnderWay(batch, loader.begin(read)))
         return bool(under_way)
 
     def _finish(self, one: _UnderWay) -> None:
@@ -110,21 +111,18 @@ class DirectPath:
     def _place(self, batch: Batch, landing: Landing) -> Outcome:
         """Copy a proved record from its buffer to its pages."""
         work = batch.work
-        outcome = Outcome.OK
-        try:
+        held, whole = None, False
+        with Attempt(f"the device refused {work.what}"):
             pieces = Pieces(*(column[batch.rows] for column in work.pieces))
             records = np.array([landing.record], np.int64)
             copies = describe(self._layout, work.job.blocks, pieces, records)
             self._lane.after(work.mark)
             held = self._lane.to_device(copies)
-        except ERRORS:
-            logger.exception("the device refused a load")
-            outcome, held = Outcome.IO_ERROR, None
-        try:
+            whole = True
+        outcome = Outcome.IO_ERROR
+        with Attempt(f"the device failed {work.what}"):
             self._lane.record().synchronize()  # in any case: a part of the copies may be queued
-        except ERRORS:
-            logger.exception("the device failed a load")
-            outcome = Outcome.IO_ERROR
+            outcome = Outcome.OK if whole else Outcome.IO_ERROR
         del held
         return outcome
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvtier.core.records.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
+from kvtier.core.system.abandonable_calls import Attempt
 from kvtier.core.system.disk import Disk
 from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import header_fits
@@ -145,12 +146,13 @@ class DirectLoader:
         read, flight = reading
         if isinstance(flight, Outcome):
             return Landing(flight)
+        self._lost.append(flight)  # until it is seen to have ended, whatever happens meanwhile
         while not flight.future.done():
             late = self._clock() >= deadline
             if late or self._stopped:
-                self._lost.append(flight)
                 return Landing(Outcome.TIMEOUT if late else Outcome.CANCELLED)
             self._sleep(0.0002)
+        self._lost.remove(flight)
         outcome = _end_of(flight)
         if outcome.ok:
             outcome = self._prove(read, flight)
@@ -231,10 +233,11 @@ class DirectLoader:
 
     def _reap(self) -> None:
         """Take back the buffers of reads that were given up and have ended since."""
-        for flight in [each for each in self._lost if each.future.done()]:
-            self._lost.remove(flight)
-            _end_of(flight)
-            self._free.append(flight.stage)
+        with Attempt("a direct read cannot tell whether it has ended"):
+            for flight in [each for each in self._lost if each.future.done()]:
+                self._lost.remove(flight)
+                _end_of(flight)
+                self._free.append(flight.stage)
 
 
 def _end_of(flight: _Flight) -> Outcome:
