@@ -27,8 +27,8 @@ from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.scheduler import metrics, prefill_handoff
-from kvtier.vllm.scheduler.block_events import DescribedEvents
-from kvtier.vllm.settings import SPEC, settle, unread, write_namespace
+from kvtier.vllm.scheduler.block_events import DescribedEvents, place_of
+from kvtier.vllm.settings import SPEC, read_flag, settle, unread, write_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._block_tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._allocated: AllocatedBlocks | None = None
+        self._events: DescribedEvents | None = None
         self.paused = False
         """The engine is; its scheduler says so."""
         self.ending = engine.Ending(stack.drain.seconds)
@@ -97,6 +98,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         """It spins, and this step computes nothing."""
         self._computed = True
         """Since its weights changed last; if not, nothing is kept that others make wrong."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        by_tier = read_flag(extra, "kv_events_by_tier")
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._engine_cache = _EngineCache(enabled=vllm_config.cache_config.enable_prefix_caching)
         if role.name == "SCHEDULER":
@@ -110,7 +113,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
                 self.connector_worker.spec, vllm_config, kv_cache_config
             )
         if self.connector_scheduler is not None:
-            self._begin_scheduling(vllm_config)
+            self._begin_scheduling(vllm_config, by_tier)
 
     @staticmethod
     def _introduce(vllm_config: Any, kv_cache_config: Any, stack: StackConfig) -> None:
@@ -130,7 +133,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         facts = namespace_facts.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
         write_namespace(extra, Namespace(facts=facts, group_bytes=payloads, parts=parts))
 
-    def _begin_scheduling(self, vllm_config: Any) -> None:
+    def _begin_scheduling(self, vllm_config: Any, by_tier: bool) -> None:
         side = self.connector_scheduler
         cache_groups.correct_groups(side)
         if (unit := cache_groups.unfound_decode_unit(side)) is not None:
@@ -141,12 +144,14 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
                 unit,
             )
         shapes = cache_groups.group_shapes(side)
-        self._manager.keep(shapes, partial(scheduler.incomplete_chunks, side))
-        events, transfer = vllm_config.kv_events_config, vllm_config.kv_transfer_config
-        described = transfer.kv_connector_extra_config.get("self_describing_kv_events", False)
-        if described and events is not None and events.enable_kv_cache_events:
+        manager = self._manager
+        manager.keep(shapes, partial(scheduler.incomplete_chunks, side))
+        events = vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            places = [place_of(medium, by_tier=by_tier) for medium in manager.media]
             kinds = scheduler.event_kinds(side)
-            scheduler.track_events(side, DescribedEvents(self._manager.known_as, kinds))
+            self._events = DescribedEvents(manager.known_as, manager.holders, kinds, places)
+            scheduler.track_events(side, self._events)
 
     # -- the workers' side -------------------------------------------------------------------
 
@@ -381,6 +386,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def engine_forgot(self) -> None:
         """vLLM's own prefix cache was emptied."""
         self._engine_cache.reset()
+        if self._events is not None:
+            self._events.announce_again()
 
     # -- the frontend --------------------------------------------------------------------------
 

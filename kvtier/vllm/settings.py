@@ -30,6 +30,7 @@ _SETTINGS = (
     "weights",
     "offload_prompt_only",
     "canonical_layout",
+    "kv_events_by_tier",
     "self_describing_kv_events",
 )
 """kvtier's, and those of vLLM's offloading connector that do not belong to a tier."""
@@ -108,6 +109,16 @@ def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
 def write_namespace(extra: dict[str, Any], namespace: Namespace) -> None:
     """Hand the engine's namespace on to the spec."""
     extra[_NAMESPACE] = namespace.to_json().decode()
+
+
+def read_flag(extra: Mapping[str, Any], name: str) -> bool:
+    """A setting that is true or false, and false if it is not there."""
+    value = extra.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"kv_connector_extra_config.{name}", f"is {value!r}", "give true or false"
+        )
+    return value
 
 
 def read_namespace(extra: Mapping[str, Any]) -> Namespace:

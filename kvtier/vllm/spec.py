@@ -22,7 +22,7 @@ from kvtier.core.interfaces.handler import RegionHandler
 from kvtier.core.system import numa
 from kvtier.errors import ConfigError
 from kvtier.stack import Stack
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.guard import Guarded, guarded
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
@@ -30,7 +30,6 @@ from kvtier.vllm.hooks.scheduler import key_positions
 from kvtier.vllm.hooks.worker import ErrandSpec
 from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.scheduler.block_events import events_of
 from kvtier.vllm.scheduler.manager import ChainManager
 from kvtier.vllm.scheduler.metrics import Meter, definitions
 from kvtier.vllm.scheduler.prefill_pace import prompt_tokens
@@ -287,10 +286,22 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager.reset(keep=self._keeps and self._pauses)
 
     @guarded(list)
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[tuple[int, TierEvent]]:
+        # Not vLLM's own: they pass `DescribedEvents`, which makes them so.
         self.has_events = False
-        events = self._manager.chain.take_events()
-        return events_of(events) if self._events else []
+        tiers = self._manager.chain.tiers
+        events = [(at, each) for at, tier in enumerate(tiers) for each in tier.take_events()]
+        return events if self._events else []
+
+    def holders(self, key: BlockKey) -> list[int]:
+        """The tiers that have this block now, by their numbers."""
+        tiers = enumerate(self._manager.chain.tiers)
+        return [at for at, tier in tiers if tier.lookup([key]) == [Presence.HIT]]
+
+    @property
+    def media(self) -> list[str]:
+        """What its tiers are."""
+        return [tier.medium for tier in self._manager.chain.tiers]
 
     def known_as(self, key: bytes, request: str) -> BlockKey:
         """The key by which the tiers, and their events, know this one of a request's."""

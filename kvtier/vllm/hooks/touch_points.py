@@ -92,9 +92,9 @@ _BASE_CLASSES = (
     TouchPoint(
         target="vllm.v1.kv_offload.base",
         members=(
-            *("LoadStoreSpec", "Locality", "LookupResult", "Medium", "OffloadingCounterMetadata"),
-            *("OffloadingEvent", "OffloadingGaugeMetadata", "OffloadingHistogramMetadata"),
-            *("PrepareStoreOutput", "RequestOffloadingContext"),
+            *("LoadStoreSpec", "LookupResult", "OffloadingCounterMetadata"),
+            *("OffloadingGaugeMetadata", "OffloadingHistogramMetadata", "PrepareStoreOutput"),
+            "RequestOffloadingContext",
         ),
         used_by="interfaces.py",
         why="what manager and worker are asked and answer, and how metrics are declared",

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.vllm.scheduler import prefill_handoff
-from kvtier.vllm.settings import read_stack, unread, whole_number
+from kvtier.vllm.settings import read_flag, read_stack, unread, whole_number
 
 
 def test_nothing_is_said_of_what_is_read() -> None:
@@ -27,6 +27,15 @@ def test_what_belonged_to_another_connector() -> None:
         "kv_connector_extra_config.cpu_bytes_to_use is not known, and ignored: tiers are set in "
         "the stack"
     ]
+
+
+def test_a_flag_is_true_or_false() -> None:
+    assert [read_flag(each, "kv_events_by_tier") for each in ({}, {"kv_events_by_tier": True})] == [
+        False,
+        True,
+    ]
+    with pytest.raises(ConfigError, match="kv_events_by_tier: is 'yes' - give true or false"):
+        read_flag({"kv_events_by_tier": "yes"}, "kv_events_by_tier")
 
 
 @pytest.mark.parametrize("extra", [{}, {"stack": 3}])
