@@ -354,7 +354,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         return scheduler.has_jobs(self.connector_scheduler) or bool(self._manager.copying())
 
     @guarded(lambda: False)
-    def lingers(self, asked: bool) -> bool:
+    def needs_step(self, asked: bool) -> bool:
         """Whether an engine that its caller steps has to be stepped though nothing is asked of it
         any more: what was computed last is being stored, or is to be counted."""
         if asked or not self._spins:
@@ -383,7 +383,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._engine_cache.weights_changed()
         self._computed = False
 
-    def engine_forgot(self) -> None:
+    def engine_cache_reset(self) -> None:
         """vLLM's own prefix cache was emptied."""
         self._engine_cache.reset()
         if self._events is not None:

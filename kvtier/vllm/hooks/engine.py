@@ -130,7 +130,7 @@ def _remove_lora(call: Call, core: Any, lora_id: int) -> Any:
 def _reset_prefix_cache(call: Call, core: Any, *_: Any, **__: Any) -> Any:
     done = call()
     for connector in connectors_of(core) if done else ():
-        connector.engine_forgot()
+        connector.engine_cache_reset()
     return done
 
 
@@ -200,7 +200,7 @@ def _has_unfinished_requests(call: Callable[[], bool], engine: Any) -> bool:
     unfinished = call()
     core = getattr(engine.engine_core, "engine_core", None)  # of an engine in this process
     for connector in connectors_of(core):
-        unfinished |= connector.lingers(unfinished)
+        unfinished |= connector.needs_step(unfinished)
     return unfinished
 
 

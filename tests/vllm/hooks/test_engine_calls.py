@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
 
 
-class Ears:
+class Listener:
     """A connector that notes what it is told."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Ears:
     def removed(self, number: int) -> None:
         self.heard.append(f"lets go of {number}")
 
-    def engine_forgot(self) -> None:
+    def engine_cache_reset(self) -> None:
         self.heard.append("forgot")
 
     paused = False
@@ -52,9 +52,9 @@ class Engine:
         return self._do("done")
 
     def _do(self, answer: Any) -> Any:
-        ears = getattr(self.scheduler.connector, "sub_connectors", [self.scheduler.connector])
-        for each in ears:
-            if isinstance(each, Ears):
+        listeners = getattr(self.scheduler.connector, "sub_connectors", [self.scheduler.connector])
+        for each in listeners:
+            if isinstance(each, Listener):
                 each.heard.append("done")
         return answer
 
@@ -88,8 +88,8 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_each_connector_is_told_once(core: Any) -> None:
     """After weights were changed or a cache was reset, and before an adapter is read or dropped."""
-    ears = [Ears(), Ears()]
-    engine = Engine(SimpleNamespace(sub_connectors=[ears[0], object(), ears[1]]))
+    listeners = [Listener(), Listener()]
+    engine = Engine(SimpleNamespace(sub_connectors=[listeners[0], object(), listeners[1]]))
     for call, argument in [
         ("collective_rpc", "reload_weights"),
         ("collective_rpc", "get_weight_version"),
@@ -98,31 +98,36 @@ def test_each_connector_is_told_once(core: Any) -> None:
     ]:
         assert getattr(core, call)(engine, argument) == "done"
     assert core.reset_prefix_cache(engine)
-    for each in ears:
+    for each in listeners:
         told = ["done", "weights", "done", "reads a", "done", "lets go of 7", "done"]
         assert each.heard == [*told, "done", "forgot"]
 
 
 def test_what_fails_may_have_been_done_in_part(core: Any) -> None:
-    ears = Ears()
-    engine = Engine(ears, fails=True)
+    listeners = Listener()
+    engine = Engine(listeners, fails=True)
     for call in CALLS[:3]:
         with pytest.raises(RuntimeError):
             getattr(core, call)(engine, "update_weights")
     assert not core.reset_prefix_cache(engine)
-    assert ears.heard == ["weights", "reads update_weights", "lets go of update_weights", "done"]
+    assert listeners.heard == [
+        "weights",
+        "reads update_weights",
+        "lets go of update_weights",
+        "done",
+    ]
 
 
 def test_they_are_told_of_pauses(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    ears = Ears()
+    listeners = Listener()
     scheduler: Any = Scheduler.__new__(Scheduler)
-    scheduler.connector = ears
+    scheduler.connector = listeners
     for state, paused in [("PAUSED_NEW", True), ("PAUSED_ALL", True), ("UNPAUSED", False)]:
         scheduler.set_pause_state(PauseState[state])
-        assert (ears.paused, scheduler.pause_state) == (paused, PauseState[state])
+        assert (listeners.paused, scheduler.pause_state) == (paused, PauseState[state])
 
 
 def test_engines_without_such_a_connector_go_on(core: Any) -> None:

@@ -122,8 +122,9 @@ def encoded(events: list[Any]) -> bytes:
 
 def on_device(number: int) -> Any:
     """vLLM's own event of a prompt of `chunk_of`, whole."""
-    from kvtier.vllm.hooks.interfaces import maybe_convert_block_hash
     from vllm.distributed.kv_events import BlockStored
+
+    from kvtier.vllm.hooks.interfaces import maybe_convert_block_hash
 
     request, *_ = chunk_of(number)
     hashes = [maybe_convert_block_hash(each) for each in request.block_hashes]

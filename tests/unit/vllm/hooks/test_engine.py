@@ -127,11 +127,11 @@ def test_a_caller_steps_an_engine_of_its_own_process_until_it_rests() -> None:
     """One in another process steps by itself."""
     asked: list[bool] = []
 
-    def lingers(unfinished: bool) -> bool:
+    def needs_step(unfinished: bool) -> bool:
         asked.append(unfinished)
         return len(asked) == 1
 
-    connector = SimpleNamespace(weights_changed=None, lingers=lingers)
+    connector = SimpleNamespace(weights_changed=None, needs_step=needs_step)
     core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
     here = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
     elsewhere = SimpleNamespace(engine_core=SimpleNamespace())
