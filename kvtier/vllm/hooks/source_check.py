@@ -51,7 +51,6 @@ def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"BAD   {point.target} (kvtier/vllm/hooks/{point.used_by})"
         yield from (f"      - {each}" for each in finding.moved)
         yield f"      why: {point.why}"
-        yield f"      without it: {point.without_it}"
         if point.upstream:
             yield f"      upstream: {point.upstream}"
     moved = sum(bool(finding.moved) for finding in findings)
@@ -60,10 +59,11 @@ def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 def as_data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The same, for JSON."""
-    told = ("target", "members", "used_by", "why", "without_it", "upstream")
+    told = ("target", "used_by", "why", "upstream")
     return [
-        {name: getattr(finding.point, name) for name in told} | {"moved": finding.moved}
-        for finding in findings
+        {name: getattr(each.point, name) for name in told}
+        | {"members": each.point.members.split(), "moved": each.moved}
+        for each in findings
     ]
 
 
@@ -107,11 +107,10 @@ class Sources:
         else:
             named = {each: self._find(module, each)[0] for each in self._names(module) or ()}
             found = {each: node for each, node in named.items() if node is not None}
-        for wanted in point.members:
+        for wanted in point.members.split():
             yield from _compare(point.target, wanted, found)
         if point.derived:
-            known = {wanted.partition("(")[0] for wanted in point.members}
-            for name in sorted(found.keys() - known):
+            for name in sorted(found.keys() - point.names):
                 if _is_abstract(found[name]):
                     yield f"{point.target} asks for {name}, which kvtier does not have"
 
@@ -194,6 +193,6 @@ def _compare(target: str, wanted: str, found: dict[str, Definition]) -> Iterator
             return
         named = [each.arg for each in (*there.args.posonlyargs, *there.args.args)]
         has = [each for each in named if each not in ("self", "cls")]
-        expected = [each.strip() for each in parameters.split(",") if each.strip()]
+        expected = [each for each in parameters.split(",") if each]
         if has[: len(expected)] != expected:
             yield f"{where} takes ({', '.join(has)}), not ({', '.join(expected)})"

@@ -328,7 +328,7 @@ def test_a_look_into_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.code == 1
     said = json.loads(done.out)
     assert (said["version"], said["tested"]) == ("0.94.0", False)
-    assert all(each["moved"] and each["without_it"] for each in said["touch_points"])
+    assert all(each["moved"] and each["why"] for each in said["touch_points"])
     done = command("doctor", "--vllm")
     assert done.code == 1
     assert "vLLM 0.94.0 (never tested; tested are 0.32 and 0.33)" in done.said

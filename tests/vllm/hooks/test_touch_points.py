@@ -23,7 +23,7 @@ def test_nothing_private_is_overridden_that_is_not_in_it() -> None:
     from kvtier.vllm.hooks.worker import ErrandMetadata, FailureTolerantWorker
     from kvtier.vllm.spec import KVTierSpec, VllmManager
 
-    known = {name.partition("(")[0] for each in TOUCH_POINTS for name in each.members}
+    known = {name for each in TOUCH_POINTS for name in each.names}
     for ours in (
         *(KVTierConnector, KVTierSpec, VllmManager),
         *(ErrandMetadata, FailureTolerantWorker),
