@@ -77,12 +77,19 @@ class ChainManager:
 
     # -- keys ------------------------------------------------------------------------------
 
-    def on_new_request(self, request: str, salt: bytes | None = b"") -> None:
+    def on_new_request(
+        self, request: str, salt: bytes | None = b"", *, identified: bool = True
+    ) -> None:
         """A request was added; `salt` stands for what its block hashes do not cover, None for what
-        nobody knows."""
+        nobody knows. What is not `identified` yet is told later (`identify`)."""
         self._crowd.came(request)
-        kept = salt is not None
-        self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
+        state = self._requests[request] = RequestState(identified=False, refused=True)
+        if identified:
+            state.identify(salt)
+
+    def identify(self, request: str, salt: bytes | None) -> None:
+        """What its block hashes do not cover is known now, or nobody will know."""
+        self._state(request).identify(salt)
 
     def keep_no_more(self, request: str | None = None) -> None:
         """What there is of this request, or of all (None), may be half computed, or wrong. It may
@@ -253,7 +260,7 @@ class ChainManager:
     def prepare_store(self, keys: Collection[bytes], request: str) -> tuple[list[bytes], Errand]:
         """Room for those of the keys that are new and can be taken, in their order."""
         state = self._state(request)
-        offered = list(keys) if state.kept else []
+        offered = list(keys) if state.kept and state.identified else []
         wanted = state.known_as(offered, self._epoch)
         reservation = self.chain.prepare_store(state.as_it_grows(wanted))
         grown = reservation.keys

@@ -18,7 +18,7 @@ from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome
-from kvtier.vllm.identity.prompt_keys import salted
+from kvtier.vllm.identity.prompts import salted
 from kvtier.vllm.protocol import Report
 
 
@@ -70,6 +70,8 @@ class RequestState(msgspec.Struct):
     """Mixed into its keys, if not empty: what vLLM's own hash leaves out."""
     kept: bool = True
     """Whether its keys say all that its blocks depend on: else nothing of it is kept."""
+    identified: bool = True
+    """Whether the salt is known: until then nothing is found for it, nor kept of it."""
     refused: bool = False
     """It is offered nothing: its keys do not tell enough, or a load has failed."""
     touched: bool = False
@@ -107,6 +109,12 @@ class RequestState(msgspec.Struct):
     def asked(self) -> tuple[int, int]:
         """Between which tokens the engine asks for a hit."""
         return self.start, self.limit
+
+    def identify(self, salt: bytes | None) -> None:
+        """Its salt is known now; None if nobody knows it."""
+        self.identified, self.positions = True, -1
+        self.salt, self.refused = salt or b"", salt is None
+        self.kept = self.kept and salt is not None
 
     def known_as(self, keys: Sequence[bytes], epoch: bytes) -> list[BlockKey]:
         """The keys as the tiers know them: with the request's salt and the epoch in them."""

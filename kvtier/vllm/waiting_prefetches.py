@@ -145,7 +145,7 @@ class WaitingPrefetches:
         looks, before, now = NEW_LOOKS, 0.0, self._clock()
         for place, waiting in enumerate(self._queue[:LOOKED_AT]):
             request, state = waiting.request, states.get(waiting.request)
-            if request in self._open and state is not None:
+            if request in self._open and state is not None and state.identified:
                 if not waiting.looked and now >= waiting.again_at:
                     if not looks:
                         return

@@ -116,6 +116,24 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
+def test_nothing_is_found_or_kept_until_it_is_known_what_a_requests_keys_stand_for(
+    stack: Stack,
+) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(3)
+    stored(stack, ends)
+    for at, (name, salt) in enumerate((("known", b""), ("unknown", None), ("reset", b"")), 1):
+        others = asking.keys(2, first=10 * at)
+        asking.manager.on_new_request(name, identified=False)
+        assert asking.hit(name, ends, 3 * CHUNK) == 0
+        assert asking.manager.prepare_store(list(others), name)[0] == []
+        if name == "reset":
+            asking.manager.reset()
+        asking.manager.identify(name, salt)
+        kept = asking.manager.prepare_store(list(others), name)[0] != []
+        assert (asking.hit(name, ends, 3 * CHUNK) > 0) is kept is (name == "known")
+
+
 @pytest.mark.parametrize("more", [0, 4])
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL), (WINDOW,)])
 def test_what_the_engine_has_itself_counts_as_used(
