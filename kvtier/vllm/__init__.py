@@ -6,8 +6,10 @@ Importing this package imports neither vLLM nor torch; asking for the connector 
 - `settings.py`: what `--kv-transfer-config` says, and what is settled before vLLM's connector is
   constructed; `unsupported_modes.py`: what an engine cannot do
 - `hooks/`: the border to vLLM, where all that it does not promise is touched
-- `scheduler/`: what is found, loaded and stored; `worker/`: the copies of one rank
-- `protocol.py`: what these two tell each other
+- `manager.py`: what is found, loaded and stored; `requests.py`, `deferrals.py`, `engine_load.py`,
+  `hints.py` and `waiting_prefetches.py`: what it knows of requests and of the engine
+- `worker.py`: the copies of one rank; `protocol.py`: what manager and workers tell each other
+- `metrics.py` and `events.py`: what is told of it
 - `identity/`: namespaces, keys and fingerprints
 - `plugin.py`: what vLLM runs before it reads its settings
 - `guard.py`: no exception of kvtier's reaches vLLM

@@ -18,8 +18,7 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import metrics, unsupported_modes
-from kvtier.vllm import requests as prefill_handoff
+from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.events import DescribedEvents, place_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, scheduler, worker
@@ -27,6 +26,7 @@ from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 from kvtier.vllm.hooks.idle_requests import IdleRequests
 from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.settings import SPEC, read_flag, settle, unread, write_namespace
 
@@ -176,9 +176,10 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         return self.connector_scheduler.manager
 
     @cached_property
-    def _chain(self) -> Any:
+    def _chain(self) -> ChainManager:
         """The manager of the chain, of which no exception comes out."""
-        return self._manager.chain_manager
+        manager: ChainManager = self._manager.chain_manager
+        return manager
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
@@ -194,7 +195,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         if request.resumable or (self._mixes_adapters and request.lora_request is None):
             self._manager.keep_nothing(name)
         super().on_new_request(request)
-        if self._hands_over and prefill_handoff.is_expected(request.kv_transfer_params):
+        if self._hands_over and deferrals.is_handed_over(request.kv_transfer_params):
             self._chain.expect(name)
         if not self._engine_cache.trusted:
             self._chain.keep_no_more(name)
@@ -275,7 +276,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         found = self._hands_over and self._chain.hands_over(name)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
-            answer = prefill_handoff.answer(request.kv_transfer_params)
+            answer = deferrals.handover_answer(request.kv_transfer_params)
         return held, answer
 
     @guarded(lambda: None)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,13 @@ def guarded(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P
     return decorate
 
 
-class Guarded:
-    """Calls the methods of an object, and answers None in place of one that raises."""
+def never_raising(wrapped: T) -> T:
+    """The same object, whose methods answer None where one raises."""
+    return cast(T, _Guarded(wrapped))
 
-    def __init__(self, wrapped: Any) -> None:
+
+class _Guarded:
+    def __init__(self, wrapped: object) -> None:
         self._wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:

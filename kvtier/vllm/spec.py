@@ -24,7 +24,7 @@ from kvtier.stack import Stack
 from kvtier.system import numa
 from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
-from kvtier.vllm.guard import Guarded, guarded
+from kvtier.vllm.guard import guarded, never_raising
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
@@ -66,7 +66,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         # Of a dense model each rank is told that there is no other; its index it keeps.
         shared = config.parallel.data_parallel_size > 1 or index > 0
         ranks = config.parallel.world_size
-        costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None
+        costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
             self.extra_config["stack"],
             namespace,
@@ -127,8 +127,8 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
         self._meter, self._adapters = Meter(manager), Adapters()
         # For what vLLM does not ask, and kvtier's connector does:
-        self.chain_manager, self.pace = Guarded(manager), Guarded(manager.pace)
-        self.meter, self.adapters = Guarded(self._meter), Guarded(self._adapters)
+        self.chain_manager, self.pace = never_raising(manager), never_raising(manager.load.pace)
+        self.meter, self.adapters = never_raising(self._meter), never_raising(self._adapters)
         self._events = events
         self._keeps, self._pauses = keeps, False
         self._unkept = set[str]()

@@ -8,7 +8,7 @@ import resource
 import time
 from collections.abc import Iterator
 
-from kvtier.config import Loads, StackConfig
+from kvtier.config import LoadPolicy, StackConfig
 from kvtier.config.loader import machine, rates_folder, stack_of
 from kvtier.cost.rates import KeptRates
 from kvtier.cost.saved_rates import rates_in
@@ -110,7 +110,7 @@ def check_gds(config: StackConfig, tier: int) -> Iterator[Finding]:
 def check_rates(config: StackConfig) -> Iterator[Finding]:
     """What engines with this stack have learned of its speeds, with which the next one begins."""
     folder = rates_folder(config)
-    if folder is None or config.loads is not Loads.WORTHWHILE:
+    if folder is None or config.load_policy is not LoadPolicy.COST_MODEL:
         return
     mine = (machine(), stack_of(config))
     known = [each for each in rates_in(folder) if (each.owner.machine, each.owner.stack) == mine]

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.worker import blocks_of
+from kvtier.vllm.worker import RankWorker, blocks_of
 
 
 class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -77,9 +77,10 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         """Of those that `get_finished` has told of last."""
 
     @cached_property
-    def _rank(self) -> Any:
+    def _rank(self) -> RankWorker:
         """The worker, of which no exception comes out."""
-        return guard.Guarded(self.worker)
+        worker: RankWorker = self.worker
+        return guard.never_raising(worker)
 
     def make_ready(self) -> None:
         """Return when the first requests will find what they use."""

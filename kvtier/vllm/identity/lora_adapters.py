@@ -89,7 +89,7 @@ class Adapters:
         """Adapters that the engine may have read before the first look ended, and the wall time
         since which their files must not have changed."""
 
-    # -- the engine's side: from memory ----------------------------------------------------
+    # -- the engine's side -------------------------------------------------------------------
 
     def read(self, adapter: Any) -> None:
         """The engine reads it now, whenever it is used. Waits for the look as long as a request
@@ -97,7 +97,7 @@ class Adapters:
         self._reads[adapter.lora_int_id] += 1
         self._number(adapter)
         look = self._look(Path(adapter.lora_path))
-        if not look.ended.wait(self._patience_s):
+        if self._pending(look) and not look.ended.wait(self._patience_s):
             self._give_up_on(look)
 
     def removed(self, number: int) -> None:
@@ -225,6 +225,8 @@ class Adapters:
             self._busy_since = self._clock()
             with Attempt(f"the adapter in {look.folder} cannot be looked at"):
                 look.salt = self._salt_of(look.folder)
+            if look.folder not in self._known:  # the engine reads it now, and nobody has seen what
+                self._forget(look.folder, "cannot be looked at")
             self._busy_since = math.inf
             look.ended.set()
 

@@ -281,6 +281,16 @@ def test_files_that_hang_hold_up_nobody(
     engine.adapters.close()
 
 
+def test_whatever_a_look_raises_nobody_waits_for_it(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = adapter(tmp_path / "a", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_adapters, "fingerprint_adapter", lambda _: [][0])
+        assert engine.salt(folder) is None
+    assert engine.salt(folder) is None, "the engine has read it unseen"
+
+
 def test_an_adapter_that_changes_while_its_files_hang_is_not_known(
     tmp_path: Path, files: Files
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm import requests as prefill_handoff
+from kvtier.vllm import deferrals
 from kvtier.vllm.settings import read_flag, read_stack, unread, whole_number
 
 
@@ -59,5 +59,5 @@ def test_what_should_be_a_number_is_named() -> None:
 
 @pytest.mark.parametrize("said", [None, "text", 5, [], {}, {"do_remote_prefill": 1}, {1: 2}])
 def test_whatever_a_client_sends_hands_nothing_over(said: object) -> None:
-    assert not prefill_handoff.is_expected(said)
-    assert prefill_handoff.answer(said) is None
+    assert not deferrals.is_handed_over(said)
+    assert deferrals.handover_answer(said) is None

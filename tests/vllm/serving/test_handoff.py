@@ -91,7 +91,7 @@ def serve(world: World, model: str, command: list[str], *flags: str) -> Server:
     name, kvtier, verb, _, config, stack, *_ = command
     assert (kvtier, verb, config) == ("kvtier", "serve", "--config")
     # Of the test alone; and a model as small as this one computes faster than it loads.
-    text = (ROOT / stack).read_text().replace("2GiB", "256MiB") + "loads: always\n"
+    text = (ROOT / stack).read_text().replace("2GiB", "256MiB") + "load_policy: always\n"
     here = world.folder / "stack.yaml"
     here.write_text(text.replace("kind: cpu\n", f"kind: cpu\n    path: {world.region}\n"))
     environment = dict([name.split("=")]) | {"HOME": str(world.folder), "OMP_NUM_THREADS": "1"}
