@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -63,6 +63,8 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
 
     worker: Any
     """The rank's `RankWorker`, once its KV caches are known."""
+    _rank: RankWorker
+    """The same, of which no exception comes out."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -76,11 +78,9 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self.failed_requests: set[str] = set()
         """Of those that `get_finished` has told of last."""
 
-    @cached_property
-    def _rank(self) -> RankWorker:
-        """The worker, of which no exception comes out."""
-        worker: RankWorker = self.worker
-        return guard.never_raising(worker)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._rank = guard.never_raising(self.worker)
 
     def make_ready(self) -> None:
         """Return when the first requests will find what they use."""
