@@ -29,7 +29,7 @@ from kvtier.errors import KVTierError
 from kvtier.inspect import Depth, Filling
 from kvtier.observe import human
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens
 
 
 def namespaces_of(inspectors: Inspectors, wanted: str | None) -> list[str]:

@@ -17,7 +17,7 @@ from kvtier.cli.inspection.inspectors import known_namespaces, troubles_of, wher
 from kvtier.cli.inspection.namespaces import say_two_names
 from kvtier.config import load
 from kvtier.errors import KVTierError
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import read_prompts
 
 app = console.new_app()
 

@@ -19,7 +19,7 @@ from kvtier.inspect import Finding, Level
 from kvtier.interfaces.backend import backend
 from kvtier.observe import human
 from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.touch_points.report import as_data, as_lines
+from kvtier.vllm.hooks.source_check import as_data, as_lines
 
 app = console.new_app()
 
