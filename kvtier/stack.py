@@ -23,6 +23,7 @@ import msgspec
 
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
 from kvtier.config.rate_owner import rate_owner, rates_folder
+from kvtier.core.amounts import size
 from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.chain.isolated_tier import IsolatedTier
 from kvtier.core.chain.tier_chain import TierChain
@@ -45,7 +46,6 @@ from kvtier.core.system.closing import close_all
 from kvtier.errors import MediumInUse, NotOpen
 from kvtier.move.process_mover import ProcessMover
 from kvtier.move.thread_mover import ThreadMover
-from kvtier.observe.human import size
 from kvtier.types import (
     GROUP_BYTES,
     KEY_BYTES_MAX,

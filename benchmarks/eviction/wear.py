@@ -22,11 +22,10 @@ from benchmarks.report import Report
 from kvtier.backends.nvme.backend import BACKEND
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear.write_ledger import NAME, read_entry
-from kvtier.core.eviction.traces.trace import read_trace
+from kvtier.cli.trace_simulation import Simulation, TierPlan, Trace, read_trace, simulate_all
 from kvtier.core.interfaces.tier import TierContext
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import Admission, ByteSize, Capacity, WritePolicy, WriteRate
-from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 from kvtier.testing.records import make_keys, sealed
 from kvtier.types import Namespace
 

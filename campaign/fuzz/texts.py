@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from campaign.fuzz.targets import Target
+from kvtier.cli.expectations import read_shape
+from kvtier.cli.trace_simulation import read_trace
 from kvtier.config import load
-from kvtier.core.eviction.traces.trace import read_trace
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.observe.kv_shape import read_shape
 from kvtier.vllm.scheduler.hint_actions import Action, Understanding
 from kvtier.vllm.serving.prompts import read_prompts
 

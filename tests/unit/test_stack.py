@@ -17,11 +17,11 @@ import pytest
 from kvtier import Stack, load_config
 from kvtier.backends.memory import MemoryHandler, MemoryTier
 from kvtier.backends.nvme.tier import NvmeTier
+from kvtier.core.amounts import size
 from kvtier.core.records.record import record_bytes
 from kvtier.errors import ConfigError, ConfigErrors, NotOpen
 from kvtier.move.process_mover import ProcessMover
 from kvtier.move.thread_mover import ThreadMover
-from kvtier.observe.human import size
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace, TierStats
 

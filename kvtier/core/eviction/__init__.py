@@ -2,8 +2,7 @@
 
 - `policy`: the interface; `registry` finds policies by name, those of other packages too.
 - `adaptive`: the default policy, with the parts that it learns with.
-- `lru`, `arc`, `s3fifo`: the classic policies, made of `slot_lists` and `ghost_lists`.
-- `traces`: replays of request traces, for `kvtier plan` and the benchmarks.
+- `lru`: the classic policy, made of `slot_lists`.
 """
 
 from kvtier.core.eviction.policy import UNKNOWN, EvictionPolicy

@@ -14,9 +14,7 @@ DEFAULT = "adaptive"
 
 _OURS = {
     "adaptive": "kvtier.core.eviction.adaptive.policy:Adaptive",
-    "arc": "kvtier.core.eviction.arc:ARC",
     "lru": "kvtier.core.eviction.lru:LRU",
-    "s3fifo": "kvtier.core.eviction.s3fifo:S3FIFO",
 }
 
 

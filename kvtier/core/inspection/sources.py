@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.inspection.contents import Block, Stored
+from kvtier.core.inspection.contents import Stored
 from kvtier.core.interfaces.handler import Handler
 from kvtier.core.records.record import Buffer
 from kvtier.types import KEY_BYTES_MAX, BlockKey, LoadStoreSpec, Namespace, Outcome
@@ -58,10 +58,6 @@ class Source(ABC):
         self, at: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         """Fill each buffer with a record, unproved."""
-
-    @abstractmethod
-    def block(self, at: int, block: Block) -> Block:
-        """The block with what the tier's prover needs to find it."""
 
     def used_again(self, at: int, key: BlockKey) -> bool:
         """Whether a block that could not be proved has been replaced by another meanwhile."""
@@ -136,7 +132,3 @@ class ListedSource(HandlerSource):
     def spec(self, at: Sequence[int]) -> LoadStoreSpec:
         specs = [self._listed[number].at for number in at]
         return type(specs[0]).join(specs)
-
-    def block(self, at: int, block: Block) -> Block:
-        block.at, block.place = self._listed[at].at, self._listed[at].where
-        return block

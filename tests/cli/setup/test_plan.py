@@ -11,11 +11,10 @@ import pytest
 from msgspec import structs
 from support.processes.cli_world import command
 
-from kvtier.cli.measuring import trace_sweep as sweep
-from kvtier.cli.measuring.expectations import Link, expect, load_seconds
+from kvtier.cli import trace_sweep as sweep
+from kvtier.cli.expectations import Link, expect, load_seconds, read_shape, shape_of
+from kvtier.cli.trace_simulation import read_trace
 from kvtier.config import load
-from kvtier.core.eviction.traces.trace import read_trace
-from kvtier.observe.kv_shape import read_shape, shape_of
 
 CONFIG = {
     "model_type": "llama",

@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.eviction.belady import replay_belady
+from benchmarks.eviction.reference_policies import Ghosts, new_policy
+from benchmarks.eviction.replay import replay
+from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.core.eviction import create_policy
 from kvtier.core.eviction.adaptive.block_kinds import (
     KINDS,
@@ -29,10 +32,7 @@ from kvtier.core.eviction.adaptive.block_kinds import (
 from kvtier.core.eviction.adaptive.history import SAMPLED_IN, History
 from kvtier.core.eviction.adaptive.prefix_runs import Runs
 from kvtier.core.eviction.adaptive.reuse_forecast import AGES, Forecast, age_steps
-from kvtier.core.eviction.ghost_lists import Ghosts
 from kvtier.core.eviction.slot_lists import NOWHERE
-from kvtier.core.eviction.traces.replay import replay
-from kvtier.core.eviction.traces.trace import Request, read_trace
 from kvtier.errors import ConfigError
 
 
@@ -309,7 +309,7 @@ class TestReplay:
         for capacity in (50, 200, 1000):
             bound = replay_belady(trace, capacity)
             for name in ("adaptive", "arc", "lru", "s3fifo"):
-                result = replay(trace, create_policy(name), capacity)
+                result = replay(trace, new_policy(name), capacity)
                 assert result.references == bound.references
                 assert result.hits <= bound.hits
 
