@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,19 +20,10 @@ from kvtier.cli.expectations import (
 )
 from kvtier.cli.inspect import inspector_of
 from kvtier.cli.trace_simulation import read_trace
-from kvtier.cli.trace_sweep import (
-    BudgetRow,
-    SweepRow,
-    run_budgets,
-    run_sweep,
-    show_budgets,
-    show_sweep,
-    sweep_plot,
-)
+from kvtier.cli.trace_sweep import BudgetRow, SizeRow, Sweep, show_budgets, show_sizes
 from kvtier.config import StackConfig, load
 from kvtier.core import amounts
 from kvtier.core.costs.load_runs import DEVICE
-from kvtier.core.error_texts import naming
 from kvtier.core.records.record import record_bytes
 
 app = options.new_app()
@@ -91,12 +81,6 @@ def plan(
             metavar="LIST", help=f"Sizes to try, as multiples of the stack's; else {_SIZES}."
         ),
     ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Use all of a long trace for all sizes, no sample.")
-    ] = False,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot the simulation, as SVG.")
-    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Say how many tokens each tier holds, from which length on loading beats recomputing, and how
@@ -105,46 +89,27 @@ def plan(
     The answer is computed from rates that are measured or given, and says what it leaves out.
     """
     factors = _factors(_SIZES if scale is None else scale)
-    simulation = {"scale": scale, "block_tokens": block_tokens, "exact": exact, "svg": svg}
-    options.only_with("--trace", trace, **simulation)
-    _check_plot(svg)
+    options.only_with("--trace", trace, scale=scale, block_tokens=block_tokens)
     stack = _read(config, here=do_measure)
     shape = read_shape(model, kv_dtype, ranks)
     requests = None if trace is None else read_trace(trace)
     links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
-    rows, budgets = list[SweepRow](), list[BudgetRow]()
+    rows, budgets = list[SizeRow](), list[BudgetRow]()
     if requests is not None:
-        asked = (stack, expectation, requests, block_tokens or _BLOCK_TOKENS)
-        rows, budgets = run_sweep(*asked, factors, exact), run_budgets(*asked, exact)
-    _report(expectation, rows, budgets, json)
-    if svg is not None:
-        _write_plot(svg, rows)
-
-
-def _check_plot(file: Path | None) -> None:
-    """That a plot can be written at the end is seen to before all that it will show."""
-    if file is None:
+        sweep = Sweep(stack, expectation, requests, block_tokens or _BLOCK_TOKENS)
+        rows, budgets = sweep.sizes(factors), sweep.budgets()
+    if json:
+        console.print_json({"model": expectation, "trace": rows, "budgets": budgets})
         return
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise typer.BadParameter(
-            f"{file}: name a file in a folder where you may write", param_hint="--svg"
-        )
-    if file.exists() and not _may_be_replaced(file):
-        raise typer.BadParameter(f"{file} exists, and is no plot: name another", param_hint="--svg")
-
-
-def _write_plot(file: Path, rows: list[SweepRow]) -> None:
-    with naming(file):
-        file.write_text(sweep_plot(rows), encoding="utf-8")
-
-
-def _may_be_replaced(file: Path) -> bool:
-    if not file.is_file():
-        return not file.is_block_device()
-    with file.open("rb") as found:
-        return found.read(4) in (b"<svg", b"")
+    _show(expectation)
+    if rows:
+        console.say()
+        show_sizes(rows)
+    if budgets:
+        console.say()
+        show_budgets(budgets)
 
 
 def _read(file: Path, *, here: bool) -> StackConfig:
@@ -196,21 +161,6 @@ def _links(
         size = Size(block, max(4, _MEASURED_BYTES // block), 1)
         links = links_of(measure(config, size, console.note, links), block) | links
     return links
-
-
-def _report(
-    expectation: Expectation, rows: list[SweepRow], budgets: list[BudgetRow], json: bool
-) -> None:
-    if json:
-        console.print_json({"model": expectation, "trace": rows, "budgets": budgets})
-        return
-    _show(expectation)
-    if rows:
-        console.say()
-        show_sweep(rows)
-    if budgets:
-        console.say()
-        show_budgets(budgets)
 
 
 def _show(found: Expectation) -> None:

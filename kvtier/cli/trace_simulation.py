@@ -2,7 +2,7 @@
 
 Every tier has a real eviction policy and is told of requests as a running stack tells it. What is
 left out is time: a store or load is done before the next request comes. `read_trace` reads a trace,
-`sample` takes a part of it that stands for the whole, `simulate_all` runs it on all cores.
+`simulate_all` runs it on all cores.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -38,8 +37,6 @@ from kvtier.types import BlockKey
 _BLOCK_MAX = 1 << 63
 _BYTES_MAX = 1 << 30
 _LINE_FORM = '{"timestamp": 27000, "hash_ids": [0, 1, 2]}'
-_COMMON_SHARE = 100
-"""A block that more than one request in so many asks for joins no requests together."""
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -87,40 +84,6 @@ def read_trace(path: Path) -> list[Request]:
         raise ConfigError(str(path), "holds no request", f"write lines like {_LINE_FORM}")
     requests.sort(key=lambda request: request.time)
     return requests
-
-
-def sample(requests: Sequence[Request], share: float) -> list[Request]:
-    """About this share of the requests, in their order: every time the same ones.
-
-    Blocks are shared along prefixes, so requests are not picked one by one: what begins with the
-    same blocks stays together, except that what very many requests begin with (everyone's system
-    prompt) joins nothing. A tier of a fraction of the blocks then does with the sample about what
-    the whole tier does with the whole trace.
-    """
-    talk_of = _conversations(requests)
-    length: Counter[int] = Counter()
-    for talk, request in zip(talk_of, requests, strict=True):
-        length[talk] += len(request.blocks)
-    # Evenly out of the short and of the long ones, each in the order in which they began.
-    by_length = sorted(length, key=lambda talk: length[talk].bit_length())
-    kept = set(by_length[-1:]) if share * len(by_length) < 1 else set()  # never nothing at all
-    owed = 0.5
-    for talk in by_length:
-        owed += share
-        if owed >= 1:
-            owed -= 1
-            kept.add(talk)
-    return [request for talk, request in zip(talk_of, requests, strict=True) if talk in kept]
-
-
-def _conversations(requests: Sequence[Request]) -> list[int]:
-    """For each request a number that all requests of its conversation have."""
-    uses = Counter(chain.from_iterable(request.blocks for request in requests))
-    common = max(1, len(requests) // _COMMON_SHARE)
-    return [
-        next((block for block in blocks if uses[block] <= common), blocks[-1] if blocks else -1)
-        for _, blocks in requests
-    ]
 
 
 class TierPlan(msgspec.Struct, frozen=True):
@@ -332,13 +295,10 @@ class _Tier:
 class Trace:
     """Requests as a simulation takes them: with the keys of their blocks, all made beforehand."""
 
-    def __init__(
-        self, requests: Sequence[Request], name_of: Mapping[int, bytes] | None = None
-    ) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
-        if name_of is None:
-            every = set(chain.from_iterable(request.blocks for request in requests))
-            name_of = {block: block.to_bytes(8, "big") for block in every}
+        every = set(chain.from_iterable(request.blocks for request in requests))
+        name_of = {block: block.to_bytes(8, "big") for block in every}
         self.keys = [[name_of[block] for block in request.blocks] for request in requests]
         self.name_of = name_of
         self.ends = np.cumsum([len(request.blocks) for request in requests], dtype=np.int64)
@@ -355,10 +315,6 @@ class Trace:
     def distinct(self) -> int:
         """An upper bound of how many blocks there are."""
         return len(self.name_of)
-
-    def of(self, requests: Sequence[Request]) -> Trace:
-        """Some of the requests."""
-        return Trace(requests, self.name_of)
 
     def seen_before(self) -> NDArray[np.bool_]:
         """For every block of every request, whether a request before it asked for it."""

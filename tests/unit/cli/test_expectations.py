@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from support.scheduler.simulated import simulate
 from benchmarks.eviction.replay import replay
 from kvtier.cli.expectations import read_shape, shape_of
 from kvtier.cli.trace_simulation import Request, TierPlan
-from kvtier.cli.trace_sweep import _lines
 from kvtier.core import amounts as human
 from kvtier.core.eviction import create_policy
 from kvtier.core.settings import Admission, WritePolicy
@@ -64,17 +62,6 @@ class TestHuman:
     @pytest.mark.parametrize("part", [0, 1, 37, 99, 100, 250])
     def test_a_bar_has_its_width(self, part: int) -> None:
         assert len(human.bar(part, 100, 13)) == 13
-
-
-class TestPlots:
-    def test_lines(self) -> None:
-        series = {"all": [(1.0, 10.0), (4.0, 20.0)], "none": []}
-        root = ElementTree.fromstring(_lines("a < b", "x", "y", series, logarithmic=True))
-        assert sum(each.tag.endswith("polyline") for each in root) == 2
-        assert "a < b" in {each.text for each in root}
-
-    def test_nothing_to_draw(self) -> None:
-        assert ElementTree.fromstring(_lines("t", "x", "y", {})).tag.endswith("svg")
 
 
 LLAMA = {

@@ -17,7 +17,7 @@ from msgspec import structs
 from support.scheduler.simulated import simulate
 
 from kvtier.cli import trace_simulation as simulate_module
-from kvtier.cli.trace_simulation import Request, TierPlan, Trace, sample, simulate_all, spread
+from kvtier.cli.trace_simulation import Request, TierPlan, Trace, simulate_all, spread
 from kvtier.core.chain.writes.write_links import Touches
 from kvtier.core.eviction import UNKNOWN, create_policy
 from kvtier.core.settings import Admission, WritePolicy
@@ -273,58 +273,6 @@ def test_a_tier_without_room_is_as_good_as_none(eviction: str, write: WritePolic
 def test_no_requests() -> None:
     plans = [TierPlan("tier", 4, "lru", WritePolicy.THROUGH, Admission.ALWAYS)]
     assert counts([], plans) == [Counts(0, 0, 0)]
-
-
-class TestSample:
-    @pytest.fixture
-    def requests(self) -> list[Request]:
-        """Conversations that all begin with the same two blocks."""
-        dice = random.Random(4)
-        fresh = iter(range(10, 1_000_000))
-        found = []
-        for talk in range(900):
-            blocks = [0, 1]
-            for turn in range(1 + int(dice.expovariate(1))):
-                blocks += [next(fresh) for _ in range(1 + int(dice.expovariate(0.1)))]
-                found.append(Request(talk + 60.0 * turn, tuple(blocks)))
-        return sorted(found, key=lambda request: request.time)
-
-    @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
-    def test_it_is_of_whole_conversations(self, requests: list[Request], share: float) -> None:
-        found = sample(requests, share)
-        chosen = set(found)
-        assert found == [request for request in requests if request in chosen]
-        talks = {request.blocks[2] for request in found}
-        assert chosen == {request for request in requests if request.blocks[2] in talks}
-
-    @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
-    def test_it_is_of_the_size_asked_for(self, requests: list[Request], share: float) -> None:
-        size = sum(len(request.blocks) for request in sample(requests, share))
-        whole = sum(len(request.blocks) for request in requests)
-        assert size / whole == pytest.approx(share, rel=0.1)
-
-    def test_all_and_nothing(self, requests: list[Request]) -> None:
-        assert sample(requests, 1.0) == requests
-        assert sample([], 0.5) == []
-        assert sample([Request(0.0, ()), Request(1.0, ())], 0.6) == [
-            Request(0.0, ()),
-            Request(1.0, ()),
-        ]
-
-    @pytest.mark.parametrize("talks", [1, 2, 5])
-    def test_of_few_conversations_one_is_left(self, talks: int) -> None:
-        requests = [Request(0.0, (talk, 10 + talk)) for talk in range(talks)]
-        assert len(sample(requests, 0.01)) == 1
-
-    def test_it_says_nearly_what_the_whole_says(self, requests: list[Request]) -> None:
-        part = sample(requests, 0.5)
-
-        def percent(of: list[Request], blocks: int) -> float:
-            plan = TierPlan("t", blocks, "adaptive", WritePolicy.THROUGH, Admission.ALWAYS)
-            found = simulate(of, [plan])
-            return 100 * found.hits / found.references
-
-        assert percent(part, 1500) == pytest.approx(percent(requests, 3000), abs=2)
 
 
 @pytest.fixture
