@@ -110,7 +110,7 @@ class Bench(Served):
     def kvtier(self) -> Engine:
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB"}
         nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "4GiB"}
-        stack = {"version": 1, "name": "bench", "loads": "always", "tiers": [cpu, nvme]}
+        stack = {"version": 1, "name": "bench", "load_policy": "always", "tiers": [cpu, nvme]}
         return self.start(stack, max(TOKENS))
 
     def lmcache(self) -> Engine:

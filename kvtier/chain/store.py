@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-import msgspec
-
-from kvtier.chain.health import Health
-from kvtier.chain.ledger import Ledger, Settled
+from kvtier.chain.context import ChainContext
+from kvtier.chain.ledger import Settled
 from kvtier.chain.plan import HOST, LinkPlan, plan_links
+from kvtier.chain.stats import LinkStats
 from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.core.wear.dynamic_admission import DynamicAdmission
-from kvtier.interfaces.mover import Mover, TransferResult
+from kvtier.interfaces.mover import TransferResult
 from kvtier.interfaces.tier import Tier
-from kvtier.settings import Admission, TierSettings, WritePolicy
+from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 
 STEP_BLOCKS = 64
-"""The most blocks that one step starts to write into one tier."""
+"""So many blocks one step starts to write into one tier, beside as many as have come or ended since
+the last one; and so many one transfer carries at most, for its slots are free when all of it is
+written."""
 AHEAD_BLOCKS_MAX = 256
 _STEP_KEYS, _REQUESTS_KEPT = 1024, 1024
 """From the requests of about so many blocks one step learns, in a millisecond; and so many
@@ -27,23 +28,15 @@ _TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DR
 
 
 class Cascade:
-    """Carries blocks from tier to tier, a bounded number at each step of the engine."""
+    """Carries blocks from tier to tier, as many at each step of the engine as there is room for."""
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        settings: Sequence[TierSettings],
-        slots: Sequence[int],
-        ledger: Ledger,
-        mover: Mover,
-        health: Health,
-    ) -> None:
-        self._tiers = tiers
-        self._settings = settings
-        self._slots = slots
-        self._ledger = ledger
-        self._mover = mover
-        self._health = health
+    def __init__(self, context: ChainContext) -> None:
+        self._context = context
+        self._tiers = tiers = context.tiers
+        self._settings = settings = context.settings
+        self._slots = slots = context.slots
+        self._ledger = context.ledger
+        self._mover = context.mover
         plans = plan_links(settings)
         # What is under way is pinned above: all links together leave half of host memory free.
         window = max(1, slots[HOST] // (2 * max(1, len(plans))))
@@ -60,7 +53,9 @@ class Cascade:
             for plan in plans
         ]
         self._into = {link.target: link for link in self._links}
-        ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
+        context.ledger.watched = {
+            link.source for link in self._links if link.write is WritePolicy.ON_EVICT
+        }
         self._catch_ups = {
             link.target: CatchUp(link, tiers[link.source], tiers[link.target], slots[link.target])
             for link in self._links
@@ -75,6 +70,8 @@ class Cascade:
         self._requests: deque[tuple[Sequence[BlockKey], Sequence[bool]]] = deque(
             maxlen=_REQUESTS_KEPT
         )
+        self.started = 0
+        """Blocks that the last step has started to write."""
 
     def committed(
         self, tier: int, keys: Sequence[BlockKey], now: float, origin: int | None = None
@@ -110,8 +107,7 @@ class Cascade:
         """A request has used these, or loads them."""
         self._learn(1)
         for link in self._links:
-            down = self._tiers[link.target].unwell or self._health.down(link.target, now)
-            if down and link.touches is None:
+            if link.touches is None and not self._context.writable(link.target, now):
                 continue
             again = link.used(keys)
             if again:  # most of them are there already, and must take up no room in the queue
@@ -148,10 +144,12 @@ class Cascade:
         """Start what there is room for."""
         self._learn(_STEP_KEYS)
         self._count_lost()
+        self.started = 0
+        counts = [link.startable(STEP_BLOCKS) for link in self._links]
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
             return
-        for link in self._links:
-            down = self._health.down(link.target, now)
+        for link, count in zip(self._links, counts, strict=True):
+            down = self._context.stores.down(link.target, now)
             if down:
                 keys = link.take(link.backlog)
                 link.drop("down", len(keys))
@@ -159,12 +157,11 @@ class Cascade:
                 self._pass_on(link, keys, now)
                 link.pressed = False
             elif link.backlog:
-                count = min(link.room, STEP_BLOCKS, link.backlog)
-                self._write(link, link.take(link.affordable(count)), now)
+                self._write(link, link.take(link.affordable(min(count, link.backlog))), now)
             if link.target in self._catch_ups:
                 self._catch_up(link, self._catch_ups[link.target], now, down=down)
             elif link.pressed:
-                self._demote(link, now)
+                self._demote(link, count, now)
         for tier in self._others:
             if tier.recovered:
                 tier.forget_recovered()
@@ -173,11 +170,11 @@ class Cascade:
         """Book the end of a move of ours."""
         transfer = move.move.transfer
         link = self._into[transfer.target]
-        link.stats.in_flight -= len(transfer.keys)
+        link.ended(len(transfer.keys))
         link.stats.written += len(move.committed)
         link.stats.bytes_written += result.bytes_moved
         link.failed(move.failed.values())
-        self._health.observe(transfer.target, result.outcomes, now)
+        self._context.stores.observe(transfer.target, result.outcomes, now)
         self.committed(transfer.target, move.committed, now)
         refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
         # What is full would take the bytes of each, use by use, before it refuses them again.
@@ -217,7 +214,7 @@ class Cascade:
             here = self._tiers[HOST].lookup(self._lacking(link, keys))
             link.drop("gone", here.count(Presence.MISS))
 
-    def _demote(self, link: Link, now: float) -> None:
+    def _demote(self, link: Link, count: int, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""
         source = self._tiers[link.source]
         ahead = max(1, min(AHEAD_BLOCKS_MAX, self._slots[link.source] // 8))
@@ -227,7 +224,7 @@ class Cascade:
             return
         # What the tier below has, or will have, is lost to nobody when it is evicted.
         alone = self._lacking(link, link.admitted(source.victims(short)))
-        keys = alone[: link.affordable(min(link.room, STEP_BLOCKS, len(alone)))]
+        keys = alone[: link.affordable(min(count, len(alone)))]
         link.pressed = len(keys) < len(alone)
         if keys:
             under_way = link.stats.in_flight
@@ -242,19 +239,28 @@ class Cascade:
         """Start to move what the source has and the target has not. Answers with what the source
         lacks, and with what the target has or has no room for."""
         deadline = now + self._settings[link.target].store_deadline.seconds
-        # What is bad must not spread: only what the engine has just stored here goes on unproved.
-        prove = old or source != HOST or self._ledger.unproved.any_of(keys)
-        transfer, absent = self._ledger.carry(source, link.target, keys, deadline, prove)
-        if transfer is not None:
-            if self._mover.submit(transfer):
+        lacking: list[BlockKey] = []
+        left: list[BlockKey] = []
+        refused: list[BlockKey] = []
+        for start in range(0, len(keys), STEP_BLOCKS):
+            some = keys[start : start + STEP_BLOCKS]
+            # What is bad must not spread: only what the engine has just stored goes on unproved.
+            prove = old or source != HOST or self._ledger.unproved.any_of(some)
+            transfer, absent = self._ledger.carry(source, link.target, some, deadline, prove)
+            if transfer is not None and self._mover.submit(transfer):
                 link.stats.in_flight += len(transfer.keys)
-            else:
+                self.started += len(transfer.keys)
+            elif transfer is not None:
                 self._ledger.refuse(transfer)
-                link.drop("refused", len(transfer.keys))
-                link.missed(transfer.keys)
-        settled = {*absent, *(transfer.keys if transfer is not None else ())}
-        left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
-        return absent, left
+                refused = [*transfer.keys, *keys[start + STEP_BLOCKS :]]
+                link.drop("refused", len(refused))
+                link.missed(refused)
+            lacking += absent
+            settled = {*absent, *(transfer.keys if transfer is not None else ())}
+            left += [key for key in some if key not in settled] if len(settled) < len(some) else []
+            if refused:  # nothing below makes room for the rest in vain
+                break
+        return lacking, left
 
     def _pass_on(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
         """What a tier has no room for, cannot write, or may not, may go to the one below all the
@@ -287,27 +293,6 @@ class Cascade:
 FINGERPRINT_BYTES = 12
 TOUCHES_KEPT = 1 << 16
 MISSED_KEPT = 1 << 16
-
-
-class LinkStats(msgspec.Struct):
-    """Counters and gauges of the way into one tier, in blocks."""
-
-    target: str
-    offered: int = 0
-    admitted: int = 0
-    written: int = 0
-    bytes_written: int = 0
-    waiting: int = 0
-    in_flight: int = 0
-    behind: int = 0
-    """Blocks above that outlived an earlier process, and that this tier may lack: they are looked
-    at, and written, in the background."""
-    drops: dict[str, int] = {}
-    """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
-    is failing), "refused" (by the mover), "budget" (others are worth more of what may be
-    written)."""
-    failures: dict[str, int] = {}
-    """Blocks whose transfer failed, by outcome."""
 
 
 class Touches:
@@ -372,6 +357,7 @@ class Link:
         self.stats = LinkStats(target)
         self.pressed = False
         """Whether the tier above took something in since it was last looked at."""
+        self._turnover = 0
         self._missed: OrderedDict[BlockKey, None] = OrderedDict()
         self._waiting: deque[BlockKey] = deque()
         self._queued: set[BlockKey] = set()
@@ -382,6 +368,18 @@ class Link:
     def room(self) -> int:
         """How many more blocks may be under way."""
         return max(0, self._window - self.stats.in_flight)
+
+    def startable(self, least: int) -> int:
+        """How many may be started by this step: as far as there is room, as many as have come or
+        ended since the last one, and `least` more. So the room is filled again as it becomes free,
+        and a step's work stays in proportion to the engine's and to the tier's."""
+        count, self._turnover = least + self._turnover, 0
+        return min(count, self.room)
+
+    def ended(self, count: int) -> None:
+        """So many of those under way are not any more."""
+        self.stats.in_flight -= count
+        self._turnover += count
 
     @property
     def spare(self) -> int:
@@ -407,6 +405,7 @@ class Link:
         """The tier above has these now, which this one lacks; answers with those that are not
         written for want of budget."""
         self.pressed = True
+        self._turnover += len(keys)
         admitted = keys if self.touches is None else self.touches.note(keys)
         worthy = self.worthy(admitted, now)
         if self.write is not WritePolicy.THROUGH:

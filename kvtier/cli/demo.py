@@ -177,8 +177,8 @@ def _write_stack(folder: Path, region: Path) -> Path:
     ]
     stack = folder / "stack.yaml"  # JSON is YAML, too
     content = {"version": 1, "name": "demo", "chunk_tokens": _CHUNK_TOKENS, "tiers": tiers}
-    content["prefetch"] = {"restart": 0}  # the last row shows what the disk alone gives
-    content["loads"] = "always"  # computing may be faster, with a model as small as one likes
+    content["prefetch"] = {"warmup_share": 0}  # the last row shows what the disk alone gives
+    content["load_policy"] = "always"  # computing may be faster, with a model as small as one likes
     stack.write_text(json.dumps(content))
     return stack
 

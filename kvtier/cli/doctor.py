@@ -16,7 +16,7 @@ from kvtier import amounts
 from kvtier.cli import console, options
 from kvtier.cli.bench import Measured, Size, measure
 from kvtier.cli.inspect import inspector_of
-from kvtier.config import Loads, StackConfig, load
+from kvtier.config import LoadPolicy, StackConfig, load
 from kvtier.config.loader import machine, rates_folder, stack_of
 from kvtier.cost.rates import KeptRates
 from kvtier.cost.saved_rates import rates_in
@@ -259,7 +259,7 @@ def check_gds(config: StackConfig, tier: int) -> Iterator[Finding]:
 def check_rates(config: StackConfig) -> Iterator[Finding]:
     """What engines with this stack have learned of its speeds, with which the next one begins."""
     folder = rates_folder(config)
-    if folder is None or config.loads is not Loads.WORTHWHILE:
+    if folder is None or config.load_policy is not LoadPolicy.COST_MODEL:
         return
     mine = (machine(), stack_of(config))
     known = [each for each in rates_in(folder) if (each.owner.machine, each.owner.stack) == mine]

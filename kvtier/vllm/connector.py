@@ -17,10 +17,9 @@ import vllm
 from kvtier.config import StackConfig
 from kvtier.settings import Persistence
 from kvtier.types import Namespace
-from kvtier.vllm import metrics, unsupported_modes
-from kvtier.vllm import requests as prefill_handoff
+from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.engine_settings import SPEC, settle
-from kvtier.vllm.events import DescribedEvents
+from kvtier.vllm.events import DescribedEvents, place_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import (
     cache_groups,
@@ -41,7 +40,7 @@ from kvtier.vllm.hooks.idle_requests import IdleRequests
 from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.settings import unread
+from kvtier.vllm.settings import read_flag, unread
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._block_tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
         self._pool: Any = None
         self._given: AllocatedBlocks | None = None
+        self._events: DescribedEvents | None = None
         self.paused = False
         """The engine is; its scheduler says so."""
         self.ending = engine_endings.Ending(stack.drain.seconds)
@@ -79,6 +79,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         """It spins, and this step computes nothing."""
         self._computed = True
         """Since its weights changed last; if not, nothing is kept that others make wrong."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        by_tier = read_flag(extra, "kv_events_by_tier")
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._has_cache = vllm_config.cache_config.enable_prefix_caching
         self._cache_filled = self._cache_stale = False
@@ -108,9 +110,16 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
                 )
             shapes = cache_groups.group_shapes(self)
             self._manager.keep(shapes, partial(request_states.with_holes, self))
-            if event_tracker.describes_events(vllm_config):
-                events = DescribedEvents(self._manager.known_as, event_tracker.event_kinds(self))
-                event_tracker.track_events(self, events)
+            if event_tracker.publishes_events(vllm_config):
+                self._events = self._describe_events(by_tier)
+
+    def _describe_events(self, by_tier: bool) -> DescribedEvents:
+        """Tell routers of the tiers' blocks."""
+        manager, kinds = self._manager, event_tracker.event_kinds(self)
+        places = [place_of(medium, by_tier=by_tier) for medium in manager.media]
+        events = DescribedEvents(manager.known_as, manager.holders, kinds, places)
+        event_tracker.track_events(self, events)
+        return events
 
     @staticmethod
     def _introduce(vllm_config: Any, kv_cache_config: Any, stack: StackConfig) -> None:
@@ -166,7 +175,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._manager.keep_nothing(request.request_id)
         super().on_new_request(request)
         request_states.heed_whole_chunks(self, request)
-        if self._hands_over and prefill_handoff.is_expected(request.kv_transfer_params):
+        if self._hands_over and deferrals.is_handed_over(request.kv_transfer_params):
             self._manager.expect(request.request_id)
         if self._cache_stale or self._spoilt:
             self._manager.keep_no_more(request.request_id)
@@ -207,6 +216,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._idle_requests.forget(request.request_id)
+        if self._manager.awaits_adapter(request.request_id):
+            self._manager.put_off(request.request_id)
+            return None, False
         if self._without_hits:
             return request_states.without_hits(self, request, num_computed_tokens)
         limit = request_states.load_limit(self, request, num_computed_tokens)
@@ -247,7 +259,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         found = self._hands_over and self._manager.hands_over(request.request_id)
         held, answer = super().request_finished(request, block_ids)
         if found and answer is None:
-            answer = prefill_handoff.answer(request.kv_transfer_params)
+            answer = deferrals.handover_answer(request.kv_transfer_params)
         return held, answer
 
     @guarded(lambda: None)
@@ -290,8 +302,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         reports: dict[int, Report] = getattr(meta, "reports", {})
         with scheduler_steps.manager_locked(self):
             foreign = connector_output.invalid_block_ids  # of another connector, beside this one
-            vouched = self._manager.vouches(reports)  # asked in any case: it keeps account of them
-            if foreign or not vouched:
+            if foreign:
                 self._manager.distrust_stores()
             for number, report in reports.items():
                 request = self._manager.report(number, report)
@@ -358,6 +369,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def engine_forgot(self) -> None:
         """vLLM's own prefix cache was emptied."""
         self._cache_filled = self._cache_stale = False
+        if self._events is not None:
+            self._events.announce_again()
 
     @guarded(lambda: None)
     def reads_adapter(self, adapter: Any) -> None:

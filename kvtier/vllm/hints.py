@@ -15,7 +15,7 @@ from kvtier.chain.plan import NOWHERE
 from kvtier.chain.tier_chain import TierChain
 from kvtier.core.retained.retained_blocks import NO_SESSION, SESSION_CHARS_MAX, is_session
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.requests import RequestState
+from kvtier.vllm.requests import Requests, RequestState
 
 PREFETCHES_MAX = 64
 BLOCKS_MAX = 4096
@@ -42,7 +42,7 @@ class Hints:
         self,
         chain: TierChain,
         namespace: Namespace,
-        requests: Mapping[str, RequestState],
+        requests: Requests,
         words: Callable[[], tuple[Mapping[int, Shape], bytes]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

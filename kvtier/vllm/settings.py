@@ -19,6 +19,7 @@ _SETTINGS = (
     "weights",
     "offload_prompt_only",
     "canonical_layout",
+    "kv_events_by_tier",
     "self_describing_kv_events",
 )
 """Ours, and those of vLLM's offloading connector that do not belong to a tier."""
@@ -98,6 +99,16 @@ def whole_number(extra: Mapping[str, Any], name: str) -> int:
         raise ConfigError(
             f"kv_connector_extra_config.{name}", f"is {extra[name]!r}", "give a whole number"
         ) from None
+
+
+def read_flag(extra: Mapping[str, Any], name: str) -> bool:
+    """A setting that is true or false, and false if it is not there."""
+    value = extra.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"kv_connector_extra_config.{name}", f"is {value!r}", "give true or false"
+        )
+    return value
 
 
 def read_namespace(extra: Mapping[str, Any]) -> Namespace:

@@ -24,15 +24,14 @@ from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
 from kvtier.system import numa
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
-from kvtier.vllm.events import events_of
 from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.failure_tolerant_worker import ErrandSpec
 from kvtier.vllm.hooks.request_states import positions
-from kvtier.vllm.identity.weight_fingerprints import Adapters
+from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
@@ -72,7 +71,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         # Of a dense model each rank is told that there is no other; its index it keeps.
         shared = config.parallel.data_parallel_size > 1 or index > 0
         ranks = config.parallel.world_size
-        costs = CostModel() if stack.loads is stack_config.Loads.WORTHWHILE else None
+        costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
             self.extra_config["stack"],
             namespace,
@@ -155,7 +154,10 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._events = events
         self._keeps, self._pauses = keeps, False
         self.adapters = Adapters()
-        self._salts: dict[str, bytes | None] = {}
+        self._unkept = set[str]()
+        """Requests that are about to be added, and whose keys do not tell enough."""
+        self._unidentified = set[str]()
+        """Requests with adapters whose files are being looked at."""
         self._next_poll = 0.0
         self.has_events = False
         """Whether something may have changed in the tiers since their events were taken."""
@@ -236,19 +238,16 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def step_ended(self) -> None:
         """The oldest step that began has ended."""
-        self._manager.pace.ended()
+        self._manager.load.pace.ended()
 
     @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
         """What ranks say of an errand; names the request if its load has now failed."""
         self._meter.reported(report)
         self.has_events = True
+        if self.adapters.holds(number, report):
+            return None
         return self._manager.report(number, report)
-
-    @guarded(lambda: False)
-    def vouches(self, errands: Iterable[int]) -> bool:
-        """Whether no adapter's files have changed before these errands ended."""
-        return self.adapters.vouches(errands)
 
     @guarded(lambda: None)
     def mistook(self, mistakes: int) -> None:
@@ -260,7 +259,9 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(interfaces.RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         request = req_context.req_id
-        self._manager.on_new_request(request, self._salts.pop(request, b""))
+        kept, identified = request not in self._unkept, request not in self._unidentified
+        self._unkept.discard(request)
+        self._manager.on_new_request(request, b"" if kept else None, identified=identified)
         return interfaces.RequestOffloadingContext()
 
     @guarded(lambda: None)
@@ -268,19 +269,42 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
         if adapter is not None:
             self.keep_nothing(request)
-            self._salts[request] = self.adapters.began(request, adapter)
+            self.adapters.arrived(request, adapter)
+            self._unkept.discard(request)
+            self._unidentified.add(request)
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
-        self._salts[request] = None
+        self._unkept.add(request)
+        self._unidentified.discard(request)
+
+    @guarded(lambda: False)
+    def awaits_adapter(self, request: str) -> bool:
+        """Whether it has to wait for a look at its adapter's files: the engine is to read them
+        after that."""
+        if request not in self._unidentified:
+            return False
+        if self.adapters.awaits(request):
+            return True
+        self._unidentified.discard(request)
+        self._manager.identify(request, self.adapters.take_salt(request))
+        return False
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
+        self._unidentified.discard(req_context.req_id)
         self.adapters.ended(req_context.req_id)
         self._manager.on_request_finished(req_context.req_id)
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: Any = None) -> None:
+        for request in list(self._unidentified):  # what it will ask for may be prefetched then
+            self.awaits_adapter(request)
+        for number, report, vouched in self.adapters.take_stored():
+            if not vouched:
+                self._manager.distrust_stores()
+            self._manager.report(number, report)
+            self.has_events = True
         now = time.monotonic()
         if now >= self._next_poll or self._manager.ahead.due or not self._manager.chain.at_rest:
             self._next_poll, self.has_events = now + _NEWS_S, True
@@ -310,10 +334,22 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager.reset(keep=self._keeps and self._pauses)
 
     @guarded(list)
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[tuple[int, TierEvent]]:
+        # Not vLLM's own: they pass `DescribedEvents`, which makes them so.
         self.has_events = False
-        events = self._manager.chain.take_events()
-        return events_of(events) if self._events else []
+        tiers = self._manager.chain.tiers
+        events = [(at, each) for at, tier in enumerate(tiers) for each in tier.take_events()]
+        return events if self._events else []
+
+    def holders(self, key: BlockKey) -> list[int]:
+        """The tiers that have this block now, by their numbers."""
+        tiers = enumerate(self._manager.chain.tiers)
+        return [at for at, tier in tiers if tier.lookup([key]) == [Presence.HIT]]
+
+    @property
+    def media(self) -> list[str]:
+        """What its tiers are."""
+        return [tier.medium for tier in self._manager.chain.tiers]
 
     def known_as(self, key: bytes, request: str) -> BlockKey:
         """The key by which the tiers, and their events, know this one of a request's."""
@@ -325,6 +361,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
+        self.adapters.close()
         self._manager.close()
 
 

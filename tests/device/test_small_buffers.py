@@ -99,7 +99,7 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     assert not pipe.by_stage(move, large)
     pipe.use(device.stages(layout, 100 * PAGE, urgent=False))
     assert not pipe.by_stage(move, large)
-    assert pipe.by_stage(move, large._replace(rows=large.rows[:3]))
+    assert pipe.by_stage(move, Batch(large.work, large.rows[:3]))
     assert moved == [3]
 
 

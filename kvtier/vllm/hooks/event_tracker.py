@@ -16,20 +16,19 @@ from vllm.v1.core.kv_cache_utils import (
 __all__ = [
     "BlockRemoved",
     "BlockStored",
-    "describes_events",
     "event_kinds",
     "extra_keys",
     "maybe_convert_block_hash",
+    "publishes_events",
     "resolve_block_hashes",
     "track_events",
 ]
 
 
-def describes_events(vllm_config: Any) -> bool:
-    """Whether events are published, and are to say what is in the blocks that they tell of."""
-    events, extra = vllm_config.kv_events_config, vllm_config.kv_transfer_config
-    asked = extra.kv_connector_extra_config.get("self_describing_kv_events", False)
-    return bool(events is not None and events.enable_kv_cache_events and asked)
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether anybody may listen to events."""
+    events = vllm_config.kv_events_config
+    return bool(events is not None and events.enable_kv_cache_events)
 
 
 def event_kinds(connector: Any) -> dict[int, tuple[str | None, int | None]]:

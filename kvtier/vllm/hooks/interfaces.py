@@ -11,11 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadingCounterMetadata,
-    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
     OffloadingManager,
@@ -33,13 +30,10 @@ except ImportError:  # 0.31 has none, and asks for none
 
 __all__ = [
     "CacheHitSource",
-    "Locality",
     "LookupResult",
-    "Medium",
     "OffloadingConnector",
     "OffloadingConnectorStats",
     "OffloadingCounterMetadata",
-    "OffloadingEvent",
     "OffloadingGaugeMetadata",
     "OffloadingHistogramMetadata",
     "OffloadingManager",

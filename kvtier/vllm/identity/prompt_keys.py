@@ -37,7 +37,7 @@ class Prompt(msgspec.Struct):
     adapter: tuple[str, str] | None = None
     """A LoRA adapter's name and path, as the server was given them."""
     fingerprint: bytes = b""
-    """Of the adapter's files (see `weights.Adapters`)."""
+    """Of the adapter's files (see `lora_adapters.Adapters`)."""
     number: int = 0
     """In its file, 0 first."""
 

@@ -32,7 +32,7 @@ STACK = """\
 version: 1
 name: pins
 mover: {{mode: threads}}
-prefetch: {{restart: 0}}
+prefetch: {{warmup_share: 0}}
 retain: {{share: {share}}}
 tiers:
   - {{kind: cpu, path: "{folder}/host", capacity: 128KiB, eviction: lru}}

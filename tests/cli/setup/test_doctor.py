@@ -21,7 +21,7 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli import doctor as checks
 from kvtier.cli.doctor import check_gds, check_machine, check_order, check_rates
 from kvtier.cli.inspect import inspector_of
-from kvtier.config import Loads, RateSettings, StackConfig, load
+from kvtier.config import LoadPolicy, RateSettings, StackConfig, load
 from kvtier.config.loader import rate_owner
 from kvtier.cost.rates import KeptLink, KeptPrefill, Rates
 from kvtier.cost.saved_rates import RatesFile
@@ -85,7 +85,7 @@ def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> 
     assert (finding.area, finding.level) == ("rates", Level.OK)
     for part in ("a model bf16 on a card tensor_parallel 2", "40,000 tokens/s", "500 us"):
         assert part in finding.what
-    for other in ({"rates": RateSettings(keep=False)}, {"loads": Loads.ALWAYS}):
+    for other in ({"rates": RateSettings(keep=False)}, {"load_policy": LoadPolicy.ALWAYS}):
         assert not list(check_rates(msgspec.structs.replace(config, **other)))
 
 

@@ -16,11 +16,31 @@ from kvtier.testing.subject import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, group_of
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
+from kvtier.vllm.requests import Phase, Requests, RequestState
 
 CHUNK = 256
 TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))
 SLOT = record_bytes(TWO_GROUPS.payload_bytes)
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
+
+
+class AddingRequests(Requests):
+    """Adds each request when a test first names it: vLLM adds it before it asks anything."""
+
+    def of(self, request: str) -> RequestState:
+        if self.get(request) is None:
+            self.add(request, RequestState(phase=Phase.COMPUTING))  # which counts for nobody
+        return super().of(request)
+
+    def asked(self, request: str, scarce: bool = True) -> None:
+        self.of(request)
+        super().asked(request, scarce)
+
+
+class AddingManager(ChainManager):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._requests.__class__ = AddingRequests
 
 
 class Asking:
@@ -129,7 +149,7 @@ def manager(
     costs: CostModel | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Asking:
-    made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=clock)
+    made = AddingManager(stack, region="region", ranks=1, costs=costs, clock=clock)
     made.shapes = dict(enumerate(shapes))
     return Asking(made)
 

@@ -196,7 +196,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             "version": 1,
             "name": "unit",
             "mover": {"mode": "threads"},
-            "prefetch": {"memory": 0.5, "restart": 0},
+            "prefetch": {"memory": 0.5, "warmup_share": 0},
             "retain": {"share": 0.5},
             "tiers": [host, disk],
         }

@@ -23,8 +23,8 @@ from support.scheduler.asking import (
 from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.settings import ByteSize
+from kvtier.vllm.deferrals import WAIT_S, handover_answer, is_handed_over
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.requests import WAIT_S, answer, is_expected
 
 SHAPES = [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE), (WINDOW, STATE)]
 TOKENS = 8 * CHUNK + 1
@@ -34,13 +34,13 @@ COMPUTING = 8 * CHUNK / 1024
 
 def test_what_one_engine_answers_the_other_understands() -> None:
     """In the words of vLLM's connectors; whatever else a client may have sent is none of it."""
-    told = answer({"do_remote_decode": True, "do_remote_prefill": False})
+    told = handover_answer({"do_remote_decode": True, "do_remote_prefill": False})
     assert told == {"do_remote_prefill": True, "do_remote_decode": False}
-    assert is_expected(told)
-    assert answer(told) is None
+    assert is_handed_over(told)
+    assert handover_answer(told) is None
     for said in (None, "do_remote_decode", ["do_remote_prefill"], {"do_remote_prefill": "yes"}, {}):
-        assert answer(said) is None
-        assert not is_expected(said)
+        assert handover_answer(said) is None
+        assert not is_handed_over(said)
 
 
 class Answering:
@@ -118,7 +118,7 @@ def test_that_nothing_comes_is_not_said_of_every_request(
     disk: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where two engines share nothing, by mistake, each request would be a line in the log."""
-    caplog.set_level("INFO", "kvtier.vllm.requests")
+    caplog.set_level("INFO", "kvtier.vllm.deferrals")
     engine = Answering(disk, (FULL,))
 
     def in_vain(number: int) -> int:

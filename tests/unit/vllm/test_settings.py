@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm import requests as prefill_handoff
+from kvtier.vllm import deferrals
 from kvtier.vllm.settings import (
     check_caches,
     check_ranks,
     check_role,
+    read_flag,
     read_stack,
     unread,
     whole_number,
@@ -34,6 +35,15 @@ def test_what_belonged_to_another_connector() -> None:
         "kv_connector_extra_config.cpu_bytes_to_use is not known, and ignored: tiers are set in "
         "the stack"
     ]
+
+
+def test_a_flag_is_true_or_false() -> None:
+    assert [read_flag(each, "kv_events_by_tier") for each in ({}, {"kv_events_by_tier": True})] == [
+        False,
+        True,
+    ]
+    with pytest.raises(ConfigError, match="kv_events_by_tier: is 'yes' - give true or false"):
+        read_flag({"kv_events_by_tier": "yes"}, "kv_events_by_tier")
 
 
 @pytest.mark.parametrize("extra", [{}, {"stack": 3}])
@@ -89,5 +99,5 @@ def test_what_should_be_a_number_is_named() -> None:
 
 @pytest.mark.parametrize("said", [None, "text", 5, [], {}, {"do_remote_prefill": 1}, {1: 2}])
 def test_whatever_a_client_sends_hands_nothing_over(said: object) -> None:
-    assert not prefill_handoff.is_expected(said)
-    assert prefill_handoff.answer(said) is None
+    assert not deferrals.is_handed_over(said)
+    assert deferrals.handover_answer(said) is None

@@ -23,21 +23,21 @@ from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.chain.tier_chain import TierChain
 from kvtier.types import BlockKey, group_of
+from kvtier.vllm.deferrals import PATIENCE_S
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.requests import PATIENCE_S
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the chain is asked of requests."""
     questions: list[object] = []
-    plain = TierChain.worth
+    plain = TierChain.match_prefix
 
     def worth(chain: TierChain, *question: Any) -> int:
         questions.append(question)
         return plain(chain, *question)
 
-    monkeypatch.setattr(TierChain, "worth", worth)
+    monkeypatch.setattr(TierChain, "match_prefix", worth)
     return questions
 
 

@@ -76,9 +76,9 @@ INTERFACES = (
     TouchPoint(
         target="vllm.v1.kv_offload.base",
         members=(
-            *("LoadStoreSpec", "Locality", "LookupResult", "Medium", "OffloadingCounterMetadata"),
-            *("OffloadingEvent", "OffloadingGaugeMetadata", "OffloadingHistogramMetadata"),
-            *("PrepareStoreOutput", "RequestOffloadingContext", "TransferResult"),
+            *("LoadStoreSpec", "LookupResult", "OffloadingCounterMetadata"),
+            *("OffloadingGaugeMetadata", "OffloadingHistogramMetadata", "PrepareStoreOutput"),
+            *("RequestOffloadingContext", "TransferResult"),
         ),
         used_by="interfaces.py",
         why="what manager and worker are asked and answer, and how metrics are declared",
