@@ -47,7 +47,6 @@ FORMER = {
     "unpin": "kvtier pin --remove",
 }
 
-_ALIASES = {"help": ["--help"], "version": ["--version"], "status": ["du"]}
 _CONFIG_FLAGS = ("-c", "--config")
 _STACK = "stack.yaml"
 """The stack where none is named, if there is one here."""
@@ -76,7 +75,7 @@ class _Command(TyperCommand):
             what = _NAMED.get(str(param.metavar))
             if what is not None and values.get(param.name) == "":
                 raise typer.BadParameter(f"an empty text names no {what}", ctx, param)
-        if rest and "prompts" in values:
+        if rest and any(param.name == "prompts" for param in self.params):
             raise typer.BadParameter(f"write --prompts {rest[0]}", ctx, param_hint="PROMPT_FILE")
         if self._lacks_stack(values):
             args = ["--config", _STACK, *args]
@@ -194,8 +193,13 @@ def _root(
 def _as_meant(args: Sequence[str]) -> list[str]:
     """What people type as with other programs: `kvtier help ls`, `kvtier -c stack.yaml ls`."""
     words = list(args)
-    if words[:1] in [[each] for each in _ALIASES]:
-        return [*words[1:], *_ALIASES[words[0]]]
+    match words[:1]:
+        case ["help"]:
+            return [*words[1:], "--help"]
+        case ["version"]:
+            return ["--version"]
+        case ["status"]:
+            words[0] = "du"
     if len(words) > 2 and words[0] in _CONFIG_FLAGS:
         return [words[2], *words[:2], *words[3:]]
     return words

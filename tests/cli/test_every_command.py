@@ -68,7 +68,7 @@ EMPTY = FINE | {
     "prewarm from": NOTHING,
     "prewarm prompts": NOTHING,
     "snapshot": NOTHING,
-    "ls one": (1, "kvtier ls shows all"),
+    "ls one": (1, "see kvtier ls"),
     "ls block": (1, "see kvtier ls"),
 }
 IN_USE = FINE | {"clear": (1, "is in use: stop its engine")}

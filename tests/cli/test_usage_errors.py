@@ -66,7 +66,7 @@ WRONG = [
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --memory 120%", 2, "--memory: '120%' is not a share of a medium"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
-    ("prewarm --prompts {none} --from {stack} -c {stack}", 2, "none.jsonl: holds no prompt"),
+    ("copy {stack} file://{folder}/a --prompts {none}", 2, "none.jsonl: holds no prompt"),
     ("prewarm --model {folder} -c {stack}", 2, "--model: says nothing without --prompts"),
     ("plan {model} --scale 0.5 -c {stack}", 2, "--scale: says nothing without --trace"),
     ("plan {model} --block-tokens 16 -c {stack}", 2, "--block-tokens: says nothing without"),

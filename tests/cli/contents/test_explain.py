@@ -344,8 +344,7 @@ class TestPrewarmWhereKeysCannotBeComputed:
         assert "hashes pickles" in found[self.PICKLED.id]["skipped"]
         done = command(*args)
         assert (done.code, f"namespace {self.PICKLED.id[:12]} is skipped" in done.err) == (0, True)
-        assert ENGINE.id[:12] in done.out
-        assert self.PICKLED.id[:12] not in done.out
+        assert done.out.startswith("0 of 8 blocks copied, 8 were there already")
 
     @pytest.mark.slow
     def test_without_another_one_that_is_a_failure(self, args: list[object]) -> None:

@@ -45,11 +45,12 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
         + f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/object/in"}}\n'
     )
     fill(stack)
+    assert command("snapshot", "-c", stack, "--to", f"file://{tmp_path}/out").code == 0
     closed = area.split()[1]
     trouble = f"kvtier: {tmp_path / closed / 'in'}: Permission denied"
     (tmp_path / closed).chmod(0)
     try:
-        looks = ("ls", "du", "verify", f"snapshot --to file://{tmp_path}/out")
+        looks = ("ls", "du", "verify")
         for words in (*looks, "verify --repair", "gc", "gc --idle 30d", "clear --yes"):
             done = command(*words.split(), "-c", stack, rights=False)
             assert (done.code, done.err[: len(trouble)]) == (1, trouble)

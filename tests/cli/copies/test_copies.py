@@ -254,7 +254,7 @@ class TestPrewarm:
         assert served(fresh) == BLOCKS
 
     def test_nothing_further_down(self, filled: Path) -> None:
-        assert "--from" in command("prewarm", "-c", filled).err
+        assert "no tier further down" in command("prewarm", "-c", filled).err
 
 
 class Made(ChoiceReader):
