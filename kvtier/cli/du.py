@@ -28,7 +28,8 @@ def du(
     """Show how full each tier is, and what its slabs hold: "·" is free, "░▒▓" partly full, "█"
     full, "x" quarantined.
 
-    Files count against a tier's capacity with their whole length, used or not. It reads from
+    Used is what the blocks take; allocated are the files and memory in which they lie, and these
+    count against the capacity. It reads from
     outside: a running engine does not notice. What could not be read is "unknown" (null in JSON),
     and the exit code is 1 then.
     """
@@ -46,15 +47,17 @@ def du(
 
 def _plain(inspector: AnyInspector) -> dict[str, object]:
     contents = inspector.contents
+    used = None if contents.unseen else sum(part.bytes for part in contents.parts)
     return {
         "tier": inspector.tier,
         "kind": inspector.kind,
         "where": contents.where,
         "capacity": contents.capacity,
-        "used": None if contents.unseen else contents.used,
+        "allocated": None if contents.unseen else contents.used,
+        "used": used,
         "free": contents.free,
         "blocks": None if contents.unseen else sum(part.blocks for part in contents.parts),
-        "block_bytes": None if contents.unseen else sum(part.bytes for part in contents.parts),
+        "block_bytes": used,
         "namespaces": msgspec.to_builtins(contents.parts),
         "strangers": contents.strangers,
         "writes": msgspec.to_builtins(inspector.writes()),
@@ -66,16 +69,15 @@ def _show(inspector: AnyInspector) -> None:
     contents = inspector.contents
     width = max(10, min(60, console.stdout().width - 20))
     console.say(f"{inspector.tier} {inspector.kind}  {contents.where}")
+    used = sum(part.bytes for part in contents.parts)
     if contents.capacity is not None and not contents.unseen:
-        share = amounts.share(contents.used, contents.capacity)
-        console.say(f"  {amounts.bar(contents.used, contents.capacity, width)} {share}")
-    blocks = sum(part.blocks for part in contents.parts)
-    held = f"{blocks} ({amounts.size(sum(part.bytes for part in contents.parts))})"
-    values: dict[str, object] = {}
+        share = amounts.share(used, contents.capacity)
+        console.say(f"  {amounts.bar(used, contents.capacity, width)} {share}")
+    held = f"{amounts.size(used)} by {sum(part.blocks for part in contents.parts)} blocks"
+    values: dict[str, object] = {"  used": _UNKNOWN if contents.unseen else held}
     if contents.capacity is not None:
+        values["  allocated"] = _UNKNOWN if contents.unseen else amounts.size(contents.used)
         values["  capacity"] = amounts.size(contents.capacity)
-        values["  taken"] = _UNKNOWN if contents.unseen else amounts.size(contents.used)
-    values["  blocks"] = _UNKNOWN if contents.unseen else held
     if contents.free is not None:
         values["  free there"] = amounts.size(contents.free)
     writes = inspector.writes()
