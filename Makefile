@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -174,9 +174,6 @@ AUDIT ?= .
 
 bench-wear: $(STAMP)
 	$(BIN)/python -m benchmarks.eviction.wear $(if $(TRACE),--trace "$(TRACE)") --audit "$(AUDIT)"
-
-bench-plan: $(STAMP)
-	$(BIN)/python -m benchmarks.eviction.plan
 
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)

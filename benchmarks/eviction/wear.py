@@ -22,9 +22,8 @@ from benchmarks.report import Report
 from kvtier.backends.nvme.backend import BACKEND
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear.write_ledger import NAME, read_entry
-from kvtier.eviction.traces import read_trace
+from kvtier.cli.trace_simulation import Simulation, TierPlan, Trace, read_trace, simulate_all
 from kvtier.interfaces.tier import TierContext
-from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 from kvtier.record.record import record_bytes
 from kvtier.settings import Admission, ByteSize, Capacity, WritePolicy, WriteRate
 from kvtier.testing.subject import make_keys, sealed

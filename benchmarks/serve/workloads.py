@@ -13,7 +13,7 @@ from benchmarks.engine.trace import PART, TRACE, conversations
 from benchmarks.eviction.workloads import paces
 from benchmarks.serve.clients import Clients, Result
 from benchmarks.serve.scale import SCALE, Chats
-from kvtier.eviction.traces import Request, read_trace
+from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.vllm.serving.server_process import Server
 
 REQUESTS = int(os.environ.get("REQUESTS", "200"))

@@ -33,20 +33,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
 from benchmarks.memory import memory
 from benchmarks.report import Report
 from kvtier.backends.object.settings import open_for
 from kvtier.cli.console import Progress
-from kvtier.cli.copying.pace import Pace
-from kvtier.cli.copying.reader import ChoiceReader, Numbers, Reader
-from kvtier.cli.copying.report import Copied
-from kvtier.cli.copying.selection import Choice, choose
-from kvtier.cli.copying.sink import open_sink, pieces_of
-from kvtier.cli.inspection.inspectors import inspector_of, look
+from kvtier.cli.inspect import inspector_of, look
+from kvtier.cli.selection import Choice, ChoiceReader, Numbers, choose
+from kvtier.cli.sink import Copied, Pace, open_sink
 from kvtier.config import StackConfig, load
 from kvtier.inspect import Depth
+from kvtier.inspect.filling import ROW
 from kvtier.interfaces.handler import HostHandler
 from kvtier.interfaces.mover import Transfer, TransferKind
 from kvtier.move.threads import ThreadMover
@@ -109,13 +108,12 @@ class World:
         return float(statistics.median(theirs / mine for mine, theirs in pairs))
 
 
-class Made(Reader):
+class Made(ChoiceReader):
     """Records made in memory: the other side of a target that is measured alone."""
 
-    concurrency = 8
-
     def __init__(self, namespace: Namespace) -> None:
-        super().__init__()
+        super().__init__(Choice(namespace.id, np.zeros(0, ROW), []), namespace)
+        self.concurrency = 8
         self._namespace = namespace
         self._payload = os.urandom(namespace.payload_bytes)
         self.batch_blocks = max(1, (2 << 20) // record_bytes(namespace.payload_bytes))
@@ -189,7 +187,7 @@ def read_alone(world: World, stack: Path) -> float:
     sink = Sinkhole(record_bytes(world.namespace.payload_bytes), reader.batch_blocks)
     mover = ThreadMover([reader, sink], world.namespace)
     start = time.monotonic()
-    for number, (keys, rows) in enumerate(pieces_of(choice, 256)):
+    for number, (keys, rows) in enumerate(choice.pieces(256)):
         spec = Numbers(rows)
         mover.submit(
             Transfer(
@@ -219,7 +217,7 @@ def store_alone(world: World, stack: Path, tier: int) -> float:
     result = Copied("")
     filling = inspector_of(config, tier).filling()
     with open_sink(filling, world.namespace, Made(world.namespace), Pace(None)) as sink:
-        sink.fill(pieces_of(choice, sink.piece), result, Progress("", 0, ""))
+        sink.fill(choice.pieces(sink.piece), result, Progress("", 0, ""))
     assert result.copied == world.blocks, result
     world.empty(stack)
     return result.seconds
@@ -229,7 +227,7 @@ def plain_client(world: World, stack: Path) -> float:
     """GET everything into memory, with our own client and nothing else."""
     config = load(stack)
     settings: Any = config.tiers[2]
-    names = [block.where for block in chosen(config, world).blocks()]
+    names = [block.where for block in look(config, 2)[0].blocks(world.namespace.id)]
     size = HEADER_BYTES + world.namespace.payload_bytes
     store = open_for(settings)
 

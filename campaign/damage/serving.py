@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from campaign.damage.specimens import BLOCKS, NAMESPACE, PackSpecimen, Specimen
+from campaign.damage.specimens import BLOCKS, NAMESPACE, Specimen
 from kvtier import Stack
 from kvtier.backends.cpu import CpuSettings
-from kvtier.cli.copying.pack_files import PackReader
 from kvtier.config import MoverMode, MoverSettings, StackConfig
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity
-from kvtier.testing.subject import blank, payload, prove
+from kvtier.testing.subject import payload
 from kvtier.types import BlockKey
 
 HOST_BYTES = 2 * BLOCKS * (record_bytes(NAMESPACE.payload_bytes) + 64) + 12288
@@ -41,25 +40,6 @@ def by_stack(specimen: Specimen, host: Path, mover: MoverMode = MoverMode.THREAD
             tier.forget(specimen.keys)
     check_payloads(found)
     return set(found)
-
-
-def by_reader(specimen: PackSpecimen) -> set[BlockKey]:
-    """What a command takes out of an exported file."""
-    reader = PackReader(specimen.folder / "blocks.kvt")
-    try:
-        if reader.namespace != NAMESPACE:
-            return set()
-        found = list(reader.found())
-        records = [blank(NAMESPACE) for _ in found]
-        keys = [key for key, _ in found]
-        outcomes = reader.read([at for _, at in found], keys, records)
-        return {
-            key
-            for key, record, outcome in zip(keys, records, outcomes, strict=True)
-            if outcome.ok and prove(record, key, NAMESPACE).ok
-        }
-    finally:
-        reader.close()
 
 
 def check_payloads(found: dict[BlockKey, bytes], wanted: Sequence[BlockKey] = ()) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from support.object import object_subjects
 from support.tiers import subjects
 
-from kvtier.cli.copying.pack_files import PackWriter
 from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, record_bytes
-from kvtier.testing.subject import Rig, Subject, make_keys, sealed
+from kvtier.testing.subject import Rig, Subject, make_keys
 from kvtier.types import BlockKey, Namespace
 
 Files = dict[str, bytes]
@@ -110,37 +109,10 @@ class Specimen:
             target.chmod(0o600)
 
 
-class PackSpecimen(Specimen):
-    """A file of `kvtier export`, which no tier opens."""
-
-    def _grow(self, namespace: Namespace, folder: Path) -> tuple[Files, Files]:
-        folder.mkdir()
-        return self._written(namespace, folder, self.keys[:8]), self._written(
-            namespace, folder, self.keys[3:20]
-        )
-
-    def _written(self, namespace: Namespace, folder: Path, keys: Sequence[BlockKey]) -> Files:
-        path = folder / "blocks.kvt"
-        with PackWriter(path, namespace, replace=True) as writer:
-            for key in keys:
-                writer.write(sealed(key, namespace), namespace.payload_of(key))
-            writer.used = dict.fromkeys(keys, (3, 1_700_000_000.0))
-        return read_files(folder)
-
-    def _places(self, files: Files) -> Iterator[Place]:
-        (data,) = files.values()
-        at = data.index(b"KVTBLK\r\n")
-        for key in self.keys[3:20]:
-            size = record_bytes(NAMESPACE.payload_of(key))
-            yield Place(key, "blocks.kvt", at, size)
-            at += size
-
-
-SPECIMENS: dict[str, tuple[type[Specimen], Subject]] = {
-    "cpu": (Specimen, subjects.CPU),
-    "nvme": (Specimen, subjects.NVME),
-    "object": (Specimen, object_subjects.FOLDER),
-    "pack": (PackSpecimen, subjects.MEMORY),
+SPECIMENS: dict[str, Subject] = {
+    "cpu": subjects.CPU,
+    "nvme": subjects.NVME,
+    "object": object_subjects.FOLDER,
 }
 
 

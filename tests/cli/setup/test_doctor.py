@@ -18,9 +18,9 @@ from kvtier.backends.object.client import deletes
 from kvtier.backends.object.inspection import checks as check_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.cli.inspection import machine_checks as checks
-from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order, check_rates
+from kvtier.cli import doctor as checks
+from kvtier.cli.doctor import check_gds, check_machine, check_order, check_rates
+from kvtier.cli.inspect import inspector_of
 from kvtier.config import LoadPolicy, RateSettings, StackConfig, load
 from kvtier.config.loader import rate_owner
 from kvtier.cost.rates import KeptLink, KeptPrefill, Rates
