@@ -1,4 +1,4 @@
-"""Copies beside an engine's thread that is busy in Python, by how long it may keep Python's lock.
+"""Copies beside an engine's thread that is busy in Python, by how long it may keep the GIL.
 
     python -m benchmarks.gpu.lock              JSON=result.json python -m benchmarks.gpu.lock
 

@@ -4,7 +4,7 @@
     python -m benchmarks.tiers.mover --folder /mnt/nvme --rounds 15
 
 An engine's scheduler runs Python without a pause. So the question is not only how fast each mover
-is, but what it is when Python's lock is never free, and what the scheduler itself loses to it.
+is, but what it is when the GIL is never free, and what the scheduler itself loses to it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvtier.config.loader import machine, rates_folder, stack_of
 from kvtier.cost.rates import KeptRates
 from kvtier.cost.saved_rates import rates_in
 from kvtier.device.direct.kvikio_driver import probe as probe_gds
-from kvtier.errors import ConfigError, KVTierError, said_of
+from kvtier.errors import ConfigError, KVTierError, describe_error
 from kvtier.inspect import Finding, Level
 from kvtier.interfaces.backend import backend
 from kvtier.settings import Gds, WritePolicy
@@ -124,7 +124,7 @@ def _findings(config: StackConfig) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding(f"{tier} {settings.kind}", Level.BAD, error.problem, error.remedy)
         except OSError as error:  # its disk may be failing: that is no matter of the others
-            what, _, remedy = said_of(error).partition("; ")
+            what, _, remedy = describe_error(error).partition("; ")
             yield Finding(f"{tier} {settings.kind}", Level.BAD, what, remedy)
 
 
