@@ -294,7 +294,7 @@ def test_after_a_reset_nothing_is_retained(opened: Callable[..., Stack]) -> None
     asking.manager.reset()
     asking.manager.hints.ended("b", asking.keys(4), 4 * CHUNK)
     assert stack.chain.tiers[0].stats().retained == 0
-    assert not asking.manager.hints._wishes
+    assert not asking.manager.hints._actions
 
 
 def test_the_next_process_retains_the_same(opened: Callable[..., Stack]) -> None:
