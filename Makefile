@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -209,10 +209,6 @@ bench-gpu: gpu-needs
 bench-gpu-ready: gpu-needs
 	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu.ready $(or $(GIB),8)
 
-# Other numbers for the copies' buffers and kernels, in some four minutes.
-bench-gpu-sweep: gpu-needs
-	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu.sweep
-
 # The same tests under NVIDIA's checker of memory accesses.
 gpu-sanitize: gpu-needs
 	@[ -n "$(SANITIZER)" ] || { echo "no compute-sanitizer here: SANITIZER=path of it"; exit 1; }
@@ -221,7 +217,7 @@ gpu-sanitize: gpu-needs
 # All of these in one command, for a device that is there for minutes: LIMIT_S, in seconds, is for all
 # of it. What is behind the others is worth less, and gets what they leave; what each says, and its
 # figures, are in RESULTS at any time.
-LIMIT_S ?= 840
+LIMIT_S ?= 640
 RESULTS ?= gpu-results
 
 gpu-all: gpu-needs
@@ -239,9 +235,8 @@ gpu-all: gpu-needs
 	step tests 150 $(GPU_TESTS); \
 	step figures 290 $(PYTHON) -m benchmarks.gpu.copies; \
 	step checked 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(GPU_CHECKED); \
-	step sweep 320 $(PYTHON) -m benchmarks.gpu.sweep; \
-	cd $(RESULTS) && grep -h '^== ' tests.log figures.log checked.log sweep.log; \
-	[ $$(cat *.log | grep -c '^== .*: whole') = 4 ]
+	cd $(RESULTS) && grep -h '^== ' tests.log figures.log checked.log; \
+	[ $$(cat *.log | grep -c '^== .*: whole') = 3 ]
 
 gpu-needs:
 	@missing=$$(PYTHONPATH=.gpu-site $(PYTHON) -c 'import sys, importlib.util as util; \
