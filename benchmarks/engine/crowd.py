@@ -45,10 +45,8 @@ class Bench(Served):
 
     def engine(self, capacity: int) -> Engine:
         """With so much CPU memory, and the reads of its disk in its own process."""
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": str(capacity)}
-        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "16GiB"}
-        stack = {"version": 1, "name": "bench", "mover": {"mode": "threads"}, "tiers": [cpu, nvme]}
-        return self.start(stack, TOKENS)
+        tiers = self.cpu(capacity), self.nvme("16GiB")
+        return self.start(self.stack(*tiers, mover={"mode": "threads"}), TOKENS)
 
     def compare(self, engine: Engine, case: str, contestants: list[str]) -> None:
         """Bursts in turns; the mean first token and the last, by contestant."""

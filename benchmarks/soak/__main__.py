@@ -4,8 +4,9 @@
 
 Two `kvtier serve` and a plain vLLM, which says what the answers must be. Clients ask, go away and
 talk on; at random moments processes are killed and stopped, the bucket is down, the disk is full,
-bytes are flipped, and commands run beside it all. One of the two servers is never restarted, so
-that it shows what a long life costs. In between everything rests, and is weighed.
+bytes are flipped, and commands run beside it all. One of the two servers is never restarted. In
+between everything rests, and nothing may be under way. (What grows in a long life is a matter of
+`make campaign ONLY=serving_day`.)
 """
 
 from __future__ import annotations
@@ -21,11 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
-
-import msgspec
 
 from benchmarks.report import Report
 from benchmarks.soak.incidents import Incidents, say
@@ -39,24 +37,14 @@ from benchmarks.soak.servers import (
     Member,
     Peaks,
     Places,
-    Weight,
     build_model,
 )
 
 MINUTES = float(os.environ.get("MINUTES", "60"))
 SEED = int(os.environ.get("SEED", "1"))
-_SAMPLE_EVERY_S = 45.0
-_SPAN = 300
-"""A process that has answered fewer requests tells nothing of growth."""
+_REST_EVERY_S = 45.0
 _RECORD_BYTES = 2 * MIB
 _AT_REST = ("kvtier:queued_blocks", "kvtier:waiting_blocks", "kvtier:pinned_blocks")
-
-
-class Sample(msgspec.Struct):
-    """One process at rest, after so many requests of its server."""
-
-    requests: int
-    weight: Weight
 
 
 class Soak:
@@ -77,11 +65,8 @@ class Soak:
         self.incidents = Incidents(self.places, mortal, lasting, random.Random(SEED), log)
         self.odd = self.incidents.odd
         self.restless = 0
-        self.samples: dict[tuple[str, int], list[Sample]] = {}
         self._counters: dict[tuple[str, int], dict[object, float]] = {}
         self.totals: Counter[str] = Counter()
-
-    # -- looking -------------------------------------------------------------------------------
 
     def look_for_deaths(self) -> None:
         for member in self.members:
@@ -91,20 +76,11 @@ class Soak:
                 member.end("all killed")
                 member.start()
 
-    def sample(self) -> None:
-        """At rest: what every process holds, and whether anything is still under way."""
+    def look_at_rest(self) -> None:
+        """Whether anything is still under way."""
         self.incidents.join()
         for member in self.kept:
             self._rest(member)
-        for member in self.members:
-            for pid, weight in member.weights().items():
-                found = self.samples.setdefault((f"{member.name} {weight.role}", pid), [])
-                found.append(Sample(member.requests, weight))
-        with (self.folder / "samples.jsonl").open("ab") as log:
-            log.write(msgspec.json.encode([time.time(), self._last()]) + b"\n")
-
-    def _last(self) -> dict[str, Sample]:
-        return {f"{role} {pid}": found[-1] for (role, pid), found in self.samples.items()}
 
     def _rest(self, member: Member) -> None:
         try:
@@ -136,28 +112,26 @@ class Soak:
             self.totals[f"{key[0]} {labels}".strip()] += int(value - before.get(key, 0.0))
         self._counters[member.name, member.life] = counters
 
-    # -- the run ---------------------------------------------------------------------------------
-
     def run(self) -> Load:
         for member in self.members:
             member.start()
         load = Load(self.kept, Reference(self.plain), SEED, self.folder / "answers.jsonl")
         end = time.monotonic() + MINUTES * 60
-        sample_at = time.monotonic() + _SAMPLE_EVERY_S
+        rest_at = time.monotonic() + _REST_EVERY_S
         load.go()
         while time.monotonic() < end:
             self.incidents.pause(2, 8)
             self.look_for_deaths()
-            if time.monotonic() >= sample_at and not self.incidents.restarting:
+            if time.monotonic() >= rest_at and not self.incidents.restarting:
                 load.rest()
-                self.sample()
+                self.look_at_rest()
                 load.go()
                 say(f"{dict(load.counts)}, {self.places.taken()['disk'] >> 20} MiB on disk")
-                sample_at = time.monotonic() + _SAMPLE_EVERY_S
+                rest_at = time.monotonic() + _REST_EVERY_S
             else:
                 self.incidents.happen()
         load.end()
-        self.sample()
+        self.look_at_rest()
         for member in self.kept:
             for each in member.end("SIGTERM at rest"):
                 self.odd(each)
@@ -169,21 +143,6 @@ class Soak:
             with contextlib.suppress(AssertionError):
                 member.server.kill()
         self.places.close()
-
-
-def growth(lives: Sequence[Sequence[Sample]], what: str) -> float | None:
-    """What a process has more of after a thousand requests, by least squares over the second half
-    of each life that was long enough to tell."""
-    above = below = 0.0
-    for life in lives:
-        warm = [each for each in life if each.requests >= life[-1].requests / 2]
-        if len(warm) < 3 or warm[-1].requests - warm[0].requests < _SPAN:
-            continue
-        center = sum(each.requests for each in warm) / len(warm)
-        for each in warm:
-            above += (each.requests - center) * getattr(each.weight, what)
-            below += (each.requests - center) ** 2
-    return above / below * 1000 if below else None
 
 
 _LEVEL = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
@@ -240,29 +199,11 @@ def report(soak: Soak, load: Load, peaks: Peaks, minutes: float) -> None:
         for text, count in said.most_common(8):
             say(f"{member.name} {count} x {text}")
     found.at_most("tracebacks through kvtier", tracebacks, "", 0)
-    add_growth(found, soak)
     found.finish()
     for name, count in sorted((soak.incidents.done + soak.incidents.exits).items()):
         say(f"{count} x {name}")
     for each in soak.incidents.strange:
         say(f"ODD: {each}")
-
-
-def add_growth(found: Report, soak: Soak) -> None:
-    """Beside that of the server without kvtier."""
-    lives: dict[str, list[list[Sample]]] = {}
-    for (role, _), samples in soak.samples.items():
-        if not role.endswith("other"):
-            lives.setdefault(role, []).append(samples)
-    for role, each in sorted(lives.items()):
-        for what, unit, scale in (
-            ("memory", "MiB", MIB),
-            ("descriptors", "", 1),
-            ("threads", "", 1),
-        ):
-            more = growth(each, what)
-            if more is not None:
-                found.add(f"{role}: {what}, more in 1000 requests", more / scale, unit)
 
 
 def main() -> None:

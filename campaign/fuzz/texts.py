@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaign.fuzz.targets import Target
+from campaign.fuzz.harness import Target
 from kvtier.config import load
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.traces import read_trace
