@@ -151,9 +151,8 @@ class Clients:
         """The file that describes them; no two seeds cut theirs from the same text."""
         path, text = self._folder / f"chats-{seed}.json", self._folder / f"text-{seed}.txt"
         dice = random.Random(seed)
-        text.write_text(
-            " ".join("".join(dice.choices("etaoinshrdlu", k=5)) for _ in range(400_000))
-        )
+        words = ("".join(dice.choices("etaoinshrdlu", k=5)) for _ in range(400_000))
+        text.write_text(" ".join(words))
 
         def always(value: int) -> dict[str, Any]:
             return {"distribution": "constant", "value": value}
