@@ -3,7 +3,7 @@
     make bench-agents       # AGENTS=24 REQUESTS=600 ROUNDS=1 ROUND_S=150 SIZES="0.05 0.1 0.2"
     make bench-agents JSON=figures.json DTYPE=float32      # as in benchmarks/engine/vllm.py
 
-Made-up sessions (`benchmarks.eviction.agent_sessions`), first simulated, beside other policies and
+Made-up sessions (`benchmarks.eviction.hints`), first simulated, beside other policies and
 the bound of Belady. Then on engines; time runs so fast that a round takes ROUND_S. Below an
 engine's own cache, which is small, there is only CPU memory, for a part of all that is asked. Three
 engines live at the same time, and each request goes to one after the other: whatever else the
@@ -23,15 +23,15 @@ from typing import Any
 from engines.engine import Engine
 
 from benchmarks.engine.served import DTYPE, Served, folders
-from benchmarks.eviction.agent_sessions import (
+from benchmarks.eviction.hints import (
     BLOCK,
     REQUESTS,
     SHARE,
     SIZES,
     different_blocks,
     sessions,
+    simulate_all,
 )
-from benchmarks.eviction.hints import simulate_all
 from benchmarks.measure import median_ratio
 from benchmarks.report import Report
 from kvtier.record.record import record_bytes

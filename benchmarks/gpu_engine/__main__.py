@@ -17,12 +17,11 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.gpu_engine import contestants, dummy_weights, models, scale
+from benchmarks.gpu_engine import contestants, dummy_weights
 from benchmarks.gpu_engine.competition import Competition
 from benchmarks.gpu_engine.contestants import Places
 from benchmarks.gpu_engine.matrix import CASES, SHORT_CASES, Matrix
-from benchmarks.gpu_engine.results import Results, Row
-from benchmarks.gpu_engine.stages import Deadline, Stage, run_stages
+from benchmarks.gpu_engine.results import Deadline, Results, Row, Stage, run_stages
 
 LIMIT_S, SHORT_LIMIT_S = 450.0, 215.0
 
@@ -31,7 +30,7 @@ def main() -> int:
     options = _options()
     if options.again:
         shutil.rmtree(options.out, ignore_errors=True)
-    size = scale.CPU if options.device == "cpu" else scale.GPU
+    size = contestants.CPU if options.device == "cpu" else contestants.GPU
     about = {"device": _device(size.device), "vllm": _vllm(), "short": options.short}
     deadline = Deadline(options.seconds or (SHORT_LIMIT_S if options.short else LIMIT_S))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines end with the run
@@ -43,7 +42,7 @@ def main() -> int:
         os.environ.update(_environment(folder))
         places = Places(folder / "run", Path("/dev/shm") / folder.name)
         places.folder.mkdir()
-        model = models.make(folder / "model", size.family, size.model)
+        model = contestants.make_model(folder / "model", size.family, size.model)
         competition = Competition(size, model, places, results, short=options.short)
         matrix = Matrix(size, folder / "matrix", places.memory, results)
         try:
