@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -93,10 +93,6 @@ bench-lmcache:
 # What a connector costs in a step of requests that only decode, beside vLLM's own.
 bench-step: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.step
-
-# Many prompts at once, from a disk slower than computing, and with little CPU memory.
-bench-crowd: $(VLLM_STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.crowd
 
 # Prompts that wait behind others, from a slow disk and a store that is far away, with and without prefetching.
 bench-prefetch: $(VLLM_STAMP) $(STAMP)
@@ -161,12 +157,11 @@ fuzz: $(STAMP)
 	PYTHONPATH=.:tests $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
 		$(if $(ONLY),--only "$(ONLY)")
 
-# What write budgets of a disk leave of the hits (TRACE=requests.jsonl), and whether all that is
-# written to a folder (AUDIT=, on a real disk) is counted.
+# Whether all that is written to a folder (AUDIT=, on a real disk) is counted by its write budget.
 AUDIT ?= .
 
 bench-wear: $(STAMP)
-	$(BIN)/python -m benchmarks.eviction.wear $(if $(TRACE),--trace "$(TRACE)") --audit "$(AUDIT)"
+	$(BIN)/python -m benchmarks.eviction.wear "$(AUDIT)"
 
 bench-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.eviction.plan

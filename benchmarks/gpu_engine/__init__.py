@@ -12,5 +12,4 @@
 - `competition`: what is measured of each contestant.
 - `matrix`: families of models and modes of the engine, and whether tokens are equal in every state.
 - `dummy_weights`: vLLM's dummy weights, such that tokens depend on what is in the KV cache.
-- `bare_speeds`: what link and disk do by themselves.
 """
