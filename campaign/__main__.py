@@ -63,7 +63,7 @@ def whole_life() -> None:
         os.dup2(said, 1)
         os.dup2(said, 2)
         for text in COMMANDS.values():
-            words = text.format(backup=f"file://{folder}/backup", pack=folder / "blocks.kvt")
+            words = text.format(backup=f"file://{folder}/backup")
             app.run([*words.split(), "-c", str(path)])
 
 

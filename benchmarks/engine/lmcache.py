@@ -108,7 +108,7 @@ class Bench(Served):
         self.report = Report(f"beside LMCache, {DTYPE}, {LAYERS} layers, hidden {HIDDEN}")
 
     def kvtier(self) -> Engine:
-        stack = self.stack(self.cpu("2GiB"), self.nvme("4GiB"), loads="always")
+        stack = self.stack(self.cpu("2GiB"), self.nvme("4GiB"), load_policy="always")
         return self.start(stack, max(TOKENS))
 
     def lmcache(self) -> Engine:

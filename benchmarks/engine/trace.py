@@ -28,7 +28,7 @@ from engines.engine import Engine
 from benchmarks.engine.served import DTYPE, Served, folders
 from benchmarks.eviction.workloads import paces
 from benchmarks.report import Report
-from kvtier.eviction.traces import Request, read_trace
+from kvtier.cli.trace_simulation import Request, read_trace
 
 TRACE = os.environ.get("TRACE")
 REQUESTS = int(os.environ.get("REQUESTS", "600"))

@@ -18,11 +18,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from benchmarks.eviction.belady import replay_belady
+from benchmarks.eviction.reference_policies import new_policy
+from benchmarks.eviction.replay import replay
 from benchmarks.report import Report
+from kvtier.cli.trace_simulation import Request
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.retained.retaining_policy import RetainingPolicy
-from kvtier.eviction import DEFAULT, UNKNOWN, create_policy
-from kvtier.eviction.traces import Request, replay
+from kvtier.eviction import DEFAULT, UNKNOWN
 from kvtier.types import BlockKey
 
 AGENTS = int(os.environ.get("AGENTS", "24"))
@@ -108,7 +110,7 @@ class HintedTier:
         self._retained = RetainedBlocks(lambda: self._now)
         self._retained.allow(int(capacity * share))
         self._policy = RetainingPolicy(
-            create_policy(policy),
+            new_policy(policy),
             lambda slot: self._keys[slot] in self._retained,
             self._retained.__len__,
         )
@@ -167,7 +169,7 @@ def simulate_all(report: Report) -> None:
         what = f"simulated, memory for {size:.0%} of all"
         report.add(f"{what}: hints", hinted_percent(asked, capacity, SHARE), "%")
         for name in (DEFAULT, *OTHERS):
-            result = replay(requests, create_policy(name), capacity)
+            result = replay(requests, new_policy(name), capacity)
             report.add(f"{what}: {name}", result.percent, "%")
         report.add(f"{what}: the bound", replay_belady(requests, capacity).percent, "%")
 

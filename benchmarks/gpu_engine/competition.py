@@ -280,9 +280,9 @@ class Competition:
         self._places.forget_memory()
         both = ("always",) if self._quick else ("always", "worthwhile")
         for loads in both if name == KVTIER else ("",):
-            more = {"loads": loads} if loads else {}
+            more = {"load_policy": loads} if loads else {}
             with self._started(name, name, deadline, **more) as engine:
-                where = "disk after a restart" + (f", loads: {loads}" if loads else "")
+                where = "disk after a restart" + (f", load_policy: {loads}" if loads else "")
                 self._again(name, engine, deadline, where, prompts)
                 self._stop(name, engine, deadline, f"shutdown, {where}")
             self._places.forget_memory()

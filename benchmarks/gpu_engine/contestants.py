@@ -201,7 +201,7 @@ def stack(
             }
         )
     rates = {"path": str(places.folder / "rates")}
-    prefetch = {"restart": 0.0}  # what comes from disk is to be seen
+    prefetch = {"warmup_share": 0.0}  # what comes from disk is to be seen
     fixed = {"version": 1, "name": "gpu-engine", "rates": rates, "prefetch": prefetch}
     return {**fixed, "tiers": tiers, **more}
 

@@ -421,7 +421,7 @@ def report(soak: Soak, load: Load, peaks: Peaks, minutes: float) -> None:
         for key, value in sorted(soak.totals.items()):
             if key.startswith(f"kvtier:{name}_total"):
                 found.add(key, value, "")
-    found.at_most("exceptions at the border", soak.totals["kvtier:mistakes_total"], "", 0)
+    found.at_most("exceptions at the border", soak.totals["kvtier:internal_errors_total"], "", 0)
     tracebacks = 0
     for member in soak.kept:
         number, said = read_log(member.log)

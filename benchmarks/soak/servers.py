@@ -98,7 +98,9 @@ class Places:
         path = self.folder / f"{name}.yaml"
         tiers = [cpu, nvme, store]
         path.write_text(
-            json.dumps({"version": 1, "name": f"soak-{name}", "loads": "always", "tiers": tiers})
+            json.dumps(
+                {"version": 1, "name": f"soak-{name}", "load_policy": "always", "tiers": tiers}
+            )
         )
         return path
 

@@ -15,12 +15,11 @@ from support.tiers import subjects
 
 from kvtier import Stack
 from kvtier.backends.cpu import CpuSettings
-from kvtier.cli.copying.pack_files import PackReader, PackWriter
 from kvtier.config import MoverMode, MoverSettings, StackConfig
 from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.settings import ByteSize, Capacity
-from kvtier.testing.subject import Rig, Subject, blank, make_keys, payload, prove, sealed
+from kvtier.testing.subject import Rig, Subject, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
 Files = dict[str, bytes]
@@ -115,37 +114,10 @@ class Specimen:
             target.chmod(0o600)
 
 
-class PackSpecimen(Specimen):
-    """A file of `kvtier export`, which no tier opens."""
-
-    def _grow(self, namespace: Namespace, folder: Path) -> tuple[Files, Files]:
-        folder.mkdir()
-        return self._written(namespace, folder, self.keys[:8]), self._written(
-            namespace, folder, self.keys[3:20]
-        )
-
-    def _written(self, namespace: Namespace, folder: Path, keys: Sequence[BlockKey]) -> Files:
-        path = folder / "blocks.kvt"
-        with PackWriter(path, namespace, replace=True) as writer:
-            for key in keys:
-                writer.write(sealed(key, namespace), namespace.payload_of(key))
-            writer.used = dict.fromkeys(keys, (3, 1_700_000_000.0))
-        return read_files(folder)
-
-    def _places(self, files: Files) -> Iterator[Place]:
-        (data,) = files.values()
-        at = data.index(b"KVTBLK\r\n")
-        for key in self.keys[3:20]:
-            size = record_bytes(NAMESPACE.payload_of(key))
-            yield Place(key, "blocks.kvt", at, size)
-            at += size
-
-
-SPECIMENS: dict[str, tuple[type[Specimen], Subject]] = {
-    "cpu": (Specimen, subjects.CPU),
-    "nvme": (Specimen, subjects.NVME),
-    "object": (Specimen, object_subjects.FOLDER),
-    "pack": (PackSpecimen, subjects.MEMORY),
+SPECIMENS: dict[str, Subject] = {
+    "cpu": subjects.CPU,
+    "nvme": subjects.NVME,
+    "object": object_subjects.FOLDER,
 }
 
 
@@ -216,25 +188,6 @@ def by_stack(specimen: Specimen, host: Path, mover: MoverMode = MoverMode.THREAD
             tier.forget(specimen.keys)
     check_payloads(found)
     return set(found)
-
-
-def by_reader(specimen: PackSpecimen) -> set[BlockKey]:
-    """What a command takes out of an exported file."""
-    reader = PackReader(specimen.folder / "blocks.kvt")
-    try:
-        if reader.namespace != NAMESPACE:
-            return set()
-        found = list(reader.found())
-        records = [blank(NAMESPACE) for _ in found]
-        keys = [key for key, _ in found]
-        outcomes = reader.read([at for _, at in found], keys, records)
-        return {
-            key
-            for key, record, outcome in zip(keys, records, outcomes, strict=True)
-            if outcome.ok and prove(record, key, NAMESPACE).ok
-        }
-    finally:
-        reader.close()
 
 
 def check_payloads(found: dict[BlockKey, bytes], wanted: Sequence[BlockKey] = ()) -> None:

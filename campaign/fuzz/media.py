@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from campaign.damage.specimens import BLOCKS, NAMESPACE, PackSpecimen
+from campaign.damage.specimens import BLOCKS, NAMESPACE
 from campaign.fuzz.harness import Target
 from kvtier.backends.nvme.wear.drive_counters import parse as parse_counters
 from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack
@@ -22,7 +22,6 @@ from kvtier.backends.object.housekeeping.use_counts import used_blocks
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.object_names import manifest_prefix, uses_prefix
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.cli.copying.pack_files import PackReader
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.slab import layout
@@ -44,7 +43,7 @@ def targets(folder: Path) -> list[Target]:
     """All of them; files lie in this folder."""
     return [
         *(_record(), _table(), _manifest(), _uses(folder), _names()),
-        *(_pack(folder), _namespace(), _retained(), *_codecs()),
+        *(_namespace(), _retained(), *_codecs()),
         *(_budget(folder), _counters(), _rates()),
     ]
 
@@ -206,50 +205,6 @@ def _names() -> Target:
     corpus = [name.encode() for name in names]
     words = [b"/blocks/", b"claims/", b"../", b"-0", b"/manifest/"]
     return Target(name="names and claims", corpus=corpus, parse=parse, typed=(), words=words)
-
-
-def _pack(folder: Path) -> Target:
-    from support.tiers import subjects
-
-    specimen = PackSpecimen("pack", subjects.MEMORY, folder / "packs")
-    (whole,) = specimen.files.values()
-    (older,) = specimen.older.values()
-    path = folder / "fuzzed.kvt"
-    # So short that an input has room for a head, two records and an end.
-    head = whole.index(b"KVTBLK\r\n")
-    end = whole.rindex(b"KVTPEND\n")
-    small = older[:head] + older[head : head + 12288] + whole[end:]
-
-    def mend(data: bytes) -> bytes:
-        text = int.from_bytes(data[12:16], "little")
-        return resum(data, 16 + text) if text < 8192 else data
-
-    mended = every_other(mend)
-
-    def parse(data: bytes) -> None:
-        path.write_bytes(mended(data))
-        reader = PackReader(path)
-        try:
-            found = list(reader.found())
-            if reader.namespace == NAMESPACE:
-                records = [blank(NAMESPACE) for _ in found[:8]]
-                keys = [key for key, _ in found[:8]]
-                outcomes = reader.read([at for _, at in found[:8]], keys, records)
-                for key, record, outcome in zip(keys, records, outcomes, strict=True):
-                    if outcome.ok:
-                        prove(record, key, NAMESPACE)
-        finally:
-            reader.close()
-
-    words = [b"KVTPEND\n", b"KVTPUSE\n", b"KVTBLK\r\n", b"KVTPACK\n"]
-    return Target(
-        name="pack",
-        corpus=[small, whole[: head + 4096] + whole[end:]],
-        parse=parse,
-        typed=(FormatError,),
-        words=words,
-        share=0.1,
-    )
 
 
 def _namespace() -> Target:

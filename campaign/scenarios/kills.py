@@ -20,9 +20,8 @@ from campaign.crash import Broken, CrashCampaign
 from campaign.round import Round, Scenario
 from campaign.stacks import described, idle, payloads, run_command, wrong_in
 from kvtier import Stack
-from kvtier.cli.copying.pack_files import PackReader
 from kvtier.move.process import ProcessMover
-from kvtier.testing.subject import NAMESPACE, Subject, blank, make_keys, prove
+from kvtier.testing.subject import NAMESPACE, Subject, make_keys
 from kvtier.types import BlockKey, Presence
 
 _KILLS = 48
@@ -168,23 +167,21 @@ COMMANDS = {
     "verify": "verify --repair",
     "gc": "gc",
     "snapshot": "snapshot --to {backup}",
-    "restore": "restore --from {backup}",
     "prewarm": "prewarm",
-    "export": "export {pack} --force",
-    "import": "import {pack}",
+    "restore": "prewarm --from {backup}",
     "clear": "clear --tier nvme --yes",
     "ls": "ls",
     "du": "du",
 }
-_FINISH = ("clear", "gc", "prewarm", "verify", "snapshot", "export", "import", "restore")
+_FINISH = ("clear", "gc", "prewarm", "verify", "snapshot", "restore")
 
 
 class Commands(Scenario):
     name = "commands"
     about = (
-        "Commands that copy, mend, export and remove are killed by SIGKILL at random instants on a "
-        "folder and a store. What they were not told to remove stays there with its right bytes, a "
-        "file of `kvtier export` is whole or not there, and each command works when run again."
+        "Commands that copy, mend and remove are killed by SIGKILL at random instants on a folder "
+        "and a store. What they were not told to remove stays there with its right bytes, and each "
+        "command works when run again."
     )
 
     def play(self, round: Round) -> None:
@@ -195,9 +192,8 @@ class Commands(Scenario):
         with Stack.open(config, NAMESPACE) as opened:
             opened.store(payloads(keys))
             assert opened.settle()
-        words = {"backup": f"file://{round.folder}/backup", "pack": f"{round.folder}/blocks.kvt"}
-        for name in ("snapshot", "export"):
-            _finish(round, stack, name, words)
+        words = {"backup": f"file://{round.folder}/backup"}
+        _finish(round, stack, "snapshot", words)
         for _ in range(_COMMANDS_KILLED):
             name = round.dice.choice(list(COMMANDS))
             child = _run(stack, name, words)
@@ -205,7 +201,6 @@ class Commands(Scenario):
             child.kill()
             round.counts["kills" if child.wait() < 0 else "ended before the kill"] += 1
             round.counts[f"begun: {name}"] += 1
-            _judge_pack(round, Path(words["pack"]), name)
         _judge(round, keys)
         for name in _FINISH:
             _finish(round, stack, name, words)
@@ -238,18 +233,3 @@ def _judge(round: Round, keys: list[BlockKey]) -> None:
         round.check(not wrong_in(found), f"wrong bytes in {tiers}: {wrong_in(found)}")
         if whole:
             round.check(len(found) == len(keys), f"{len(keys) - len(found)} blocks left {tiers}")
-
-
-def _judge_pack(round: Round, path: Path, name: str) -> None:
-    """The exported file is whole."""
-    reader = PackReader(path)
-    try:
-        found = list(reader.found())
-        records = [blank() for _ in found]
-        keys = [key for key, _ in found]
-        reader.read([at for _, at in found], keys, records)
-        good = [prove(record, key).ok for key, record in zip(keys, records, strict=True)]
-        whole = not reader.trouble and not reader.bad and all(good)
-        round.check(whole, f"after {name}: {path.name}: {reader.trouble}, {good.count(False)} bad")
-    finally:
-        reader.close()

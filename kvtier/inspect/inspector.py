@@ -4,7 +4,7 @@ An `Inspector` opens nothing as a tier. It locks and writes nothing unless it is
 running engine does not notice it. What it reads may therefore be a moment old, and a block that is
 just being written may look as if it were not there.
 
-A backend that implements `listing` alone has `ls`, `du`, `show`, `verify` and `prewarm` from and to
+A backend that implements `listing` alone has `ls`, `du`, `verify` and `prewarm` from and to
 its tiers. For the rest the methods here raise `Unsupported`, which says what the kind cannot do.
 """
 

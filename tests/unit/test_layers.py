@@ -166,7 +166,7 @@ def check_sizes(path: Path) -> None:
 
 
 KNOWS_BACKENDS = {
-    "kvtier/cli/starter_stack.py": "the text of a new stack names the built-in tiers",
+    "kvtier/cli/config.py": "the text of a new stack names the built-in tiers",
 }
 """The files outside backends/ that may import one by name, and why."""
 

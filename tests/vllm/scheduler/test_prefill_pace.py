@@ -15,7 +15,7 @@ def test_a_step_that_computes_a_prompt_ends_with_itself(
 ) -> None:
     """Not with one without tokens that was scheduled before it: it would seem to have taken no
     time, and computing to be cheaper than any load."""
-    stack = world.stack() | {"loads": "worthwhile"}
+    stack = world.stack() | {"load_policy": "cost_model"}
     paced: dict[str, Any] = {"host": HOST.with_name("paced.py")}
     with world.engine(model("llama"), stack=stack, **paced) as engine:
         engine.generate(prompts=[prompt(41, 1100)], tokens=1)
