@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaign.fuzz.targets import Target
+from campaign.fuzz.harness import Target
 from kvtier.cli.expectations import read_shape
 from kvtier.cli.trace_simulation import read_trace
 from kvtier.config import load
