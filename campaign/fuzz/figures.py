@@ -10,9 +10,9 @@ from campaign.fuzz.media import resum
 from campaign.fuzz.targets import Target
 from kvtier.backends.nvme.wear.drive_counters import parse as parse_counters
 from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack
-from kvtier.cost import rates as kept_rates
+from kvtier.cost import rates
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import KeptLink, KeptPrefill, Owner, Rates
+from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
 
 _NOW = 1_700_000_000.0
 _RATE, _BURST = 1e6, 3.6e9
@@ -75,20 +75,20 @@ def _counters() -> Target:
 def _rates() -> Target:
     """Kept rates, and a cost model that begins with them."""
     owner = Owner("machine", "device", "model", "stack")
-    links = {"nvme": KeptLink(0.001, 0.2), "device": KeptLink(0.0, 0.05)}
-    prefill = KeptPrefill(0.01, 0.001, 8192)
+    links = {"nvme": SavedLink(0.001, 0.2), "device": SavedLink(0.0, 0.05)}
+    prefill = SavedPrefill(0.01, 0.001, 8192)
 
     def parse(data: bytes) -> None:
-        kept = kept_rates.decode(data)
+        kept = rates.decode(data)
         model = CostModel(clock=lambda: _NOW)
         model.recall(kept.rates)
         model.publish()
-        again = kept_rates.decode(kept_rates.encode(owner, model.latest))
+        again = rates.decode(rates.encode(owner, model.latest))
         assert again.rates == model.latest
 
     return Target(
         name="kept rates",
-        corpus=[kept_rates.encode(owner, Rates(links, prefill))],
+        corpus=[rates.encode(owner, Rates(links, prefill))],
         parse=parse,
         typed=(ValueError,),
         words=_JSON,

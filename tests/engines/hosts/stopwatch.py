@@ -126,7 +126,9 @@ class TimedHost(Host):
 
         appraiser, patience = self._manager.chain._lookup._planner, self._manager._deadlines
         self._weighing = self._manager.costs or self._weighing
-        self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
+        self._weighing._settings = CostSettings(
+            **({"waiting_requests_max": 1.0} if how == "alone" else {})
+        )
         costs = None if how == "always" else self._weighing
         self._manager.costs = appraiser._costs = patience._costs = costs
 

@@ -14,7 +14,7 @@ from kvtier.chain.hits import (
     OFFERS_MAX,
     Decision,
     HitPlanner,
-    Room,
+    HitRoom,
     Shape,
     Span,
     junction,
@@ -25,14 +25,14 @@ from kvtier.chain.hits import (
 from kvtier.chain.plan import COMING, JOINING, NOWHERE
 from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel, Prior
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 from kvtier.settings import WritePolicy
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 CHUNK = 256
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
-PLENTY = Room(1000, (), (), {})
+PLENTY = HitRoom(1000, (), (), {})
 MEDIA = ["cpu", "disk"]
 LAST = 8
 
@@ -49,7 +49,7 @@ def reach(
     places: Sequence[Sequence[int]],
     start: int = 0,
     limit: int = 1 << 20,
-    room: Room = PLENTY,
+    room: HitRoom = PLENTY,
 ) -> list[int]:
     return [stop // CHUNK for stop in stops(of, places, start, limit, room)[0]]
 
@@ -116,25 +116,25 @@ def test_prompts_part_nowhere_where_all_groups_are_kept_alike(shapes: tuple[Shap
 def test_room_is_asked_only_for_what_is_loaded() -> None:
     of = spans(FULL, WINDOW)
     there = [[1] * 8] * 2
-    assert reach(of, there, room=Room(7, (), (), {})) == [1, 2, 3, 4, 5], (
+    assert reach(of, there, room=HitRoom(7, (), (), {})) == [1, 2, 3, 4, 5], (
         "five and two of the window"
     )
-    assert reach(of, there, room=Room(7, (), {1}, {})) == list(range(1, 9)), "they need no slots"
-    assert reach(of, there, room=Room(5, set(of[0].keys[:2]), (), {})) == [1, 2, 3, 4, 5]
-    assert stops(of, there, 0, 1 << 20, Room(7, (), (), {}))[1]
+    assert reach(of, there, room=HitRoom(7, (), {1}, {})) == list(range(1, 9)), "they need no slots"
+    assert reach(of, there, room=HitRoom(5, set(of[0].keys[:2]), (), {})) == [1, 2, 3, 4, 5]
+    assert stops(of, there, 0, 1 << 20, HitRoom(7, (), (), {}))[1]
     assert not stops(of, there, 0, 1 << 20, PLENTY)[1]
 
 
 def test_no_more_is_asked_of_a_tier_than_the_mover_takes() -> None:
     of = spans(FULL, WINDOW)
     there = [[0] * 4 + [1] * 4, [1] * 8]
-    assert reach(of, there, room=Room(99, (), (), {1: 3})) == [1, 2, 3, 4, 5]
-    assert reach(of, there, room=Room(99, set(of[1].keys), (), {1: 3})) == list(range(1, 8))
-    assert reach(of, there, room=Room(99, (), {1}, {1: 0})) == list(range(1, 9))
+    assert reach(of, there, room=HitRoom(99, (), (), {1: 3})) == [1, 2, 3, 4, 5]
+    assert reach(of, there, room=HitRoom(99, set(of[1].keys), (), {1: 3})) == list(range(1, 8))
+    assert reach(of, there, room=HitRoom(99, (), {1}, {1: 0})) == list(range(1, 9))
 
 
 def test_nor_of_one_that_has_blocks_of_one_group_alone() -> None:
-    room = Room(1000, (), (), {1: 4, 2: 2})
+    room = HitRoom(1000, (), (), {1: 4, 2: 2})
     places = [[1] * 8, [0] * 6 + [2] * 2]
     assert reach(spans(FULL, FULL), places, room=room) == [1, 2, 3, 4]
 
@@ -144,7 +144,7 @@ def test_an_offer_states_the_loads_of_all_groups_by_link() -> None:
     made = offers(spans(FULL, WINDOW, chunks=4, size=10), places, MEDIA, 0, [2 * CHUNK, 4 * CHUNK])
     assert [offer.stop for offer in made] == [2 * CHUNK, 4 * CHUNK]
     assert [sorted(offer.loads) for offer in made[1:]] == [
-        [Run(DEVICE, 3, 30), Run("disk", 3, 30)],
+        [LoadRun(DEVICE, 3, 30), LoadRun("disk", 3, 30)],
     ]
 
 
@@ -303,7 +303,9 @@ def test_the_loss_against_one_who_knows_is_bounded() -> None:
 def test_no_offers_are_nothing() -> None:
     _, costs = appraiser(disk=1e9)
     assert costs.choose([], 0) == -1
-    assert CostModel().choose([Offer(CHUNK, [Run("disk", 1, 1)])], 0) == 0, "nothing is known yet"
+    assert CostModel().choose([Offer(CHUNK, [LoadRun("disk", 1, 1)])], 0) == 0, (
+        "nothing is known yet"
+    )
 
 
 # -- through a chain
