@@ -417,8 +417,10 @@ class StoreLink:
         if self.write is not WritePolicy.THROUGH:
             return []
         self.offer(len(keys), chosen)
-        chosen = set(chosen) if len(chosen) < len(admitted) else admitted
-        return [key for key in admitted if key not in chosen] if chosen is not admitted else []
+        if len(chosen) == len(admitted):
+            return []
+        within = set(chosen)
+        return [key for key in admitted if key not in within]
 
     def within_budget(
         self, keys: Sequence[BlockKey], now: float, uses: Sequence[int] = ()

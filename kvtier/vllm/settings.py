@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -23,13 +23,19 @@ _SETTINGS = (
     "self_describing_kv_events",
 )
 """Ours, and those of vLLM's offloading connector that do not belong to a tier."""
-_ENGINE, _ALONE = "kvtier_engine", "kvtier_alone"
-_OURS = ("spec_name", "spec_module_path", "kvtier_namespace", _ENGINE, _ALONE)
+_ENGINE, _ALONE, _STACK = "kvtier_engine", "kvtier_alone", "kvtier_stack"
+_OURS = ("spec_name", "spec_module_path", "kvtier_namespace", _ENGINE, _ALONE, _STACK)
 """What the connector writes there itself."""
 
 
-def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
-    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline."""
+def read_stack(extra: MutableMapping[str, Any]) -> stack_config.StackConfig:
+    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline.
+
+    A process reads it once: all parts of an engine see one stack, whatever becomes of the file.
+    """
+    read: stack_config.StackConfig | None = extra.get(_STACK)
+    if read is not None:
+        return read
     source = extra.get("stack")
     if not isinstance(source, str | Mapping):
         raise ConfigError(
@@ -37,7 +43,8 @@ def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
             "is missing" if source is None else f"is {source!r}",
             "give the path of a stack's YAML file, or its content as JSON",
         )
-    return stack_config.load(source)
+    extra[_STACK] = stack_config.load(source)
+    return read_stack(extra)
 
 
 def check_role(role: str | None) -> None:
