@@ -345,4 +345,4 @@ def test_prefetches_for_sessions_end(opened: Callable[..., Stack]) -> None:
     served.on_schedule_end()
     served.on_schedule_end()
     assert served.hints._early == {}
-    assert not stack.chain.prefetches._wishes
+    assert not stack.chain.prefetches._requests
