@@ -25,7 +25,7 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.slab import layout
-from kvtier.cost import rates as kept_rates
+from kvtier.cost import rates
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
 from kvtier.errors import FormatError
@@ -296,16 +296,16 @@ def _rates() -> Target:
     prefill = SavedPrefill(0.01, 0.001, 8192)
 
     def parse(data: bytes) -> None:
-        kept = kept_rates.decode(data)
+        kept = rates.decode(data)
         model = CostModel(clock=lambda: _NOW)
         model.recall(kept.rates)
         model.publish()
-        again = kept_rates.decode(kept_rates.encode(owner, model.latest))
+        again = rates.decode(rates.encode(owner, model.latest))
         assert again.rates == model.latest
 
     return Target(
         name="kept rates",
-        corpus=[kept_rates.encode(owner, Rates(links, prefill))],
+        corpus=[rates.encode(owner, Rates(links, prefill))],
         parse=parse,
         typed=(ValueError,),
         words=_JSON,
