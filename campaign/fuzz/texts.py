@@ -12,7 +12,7 @@ from kvtier.cli.trace_simulation import read_trace
 from kvtier.config import load
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.vllm.hints import Action, Understanding
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import read_prompts
 
 _STACK = b"""version: 1
 name: fuzz

@@ -37,8 +37,7 @@ from kvtier.inspect import Depth, Filling, Reach
 from kvtier.interfaces.backend import backend, kinds
 from kvtier.settings import TierSettings
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
-from kvtier.vllm.serving.prompts import Prompts, read_prompts
+from kvtier.vllm.identity.prompts import Prompt, Prompts, chunk_keys, chunk_tokens, read_prompts
 
 app = options.new_app()
 

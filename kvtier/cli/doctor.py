@@ -27,7 +27,7 @@ from kvtier.interfaces.backend import backend
 from kvtier.settings import Gds, WritePolicy
 from kvtier.system.numa import Topology
 from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.touch_points.report import as_data, as_lines
+from kvtier.vllm.hooks.source_check import as_data, as_lines
 
 app = options.new_app()
 

@@ -22,8 +22,7 @@ from kvtier.cli.inspect import (
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens, read_prompts
 
 app = options.new_app()
 

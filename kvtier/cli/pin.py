@@ -25,8 +25,7 @@ from kvtier.errors import KVTierError, Unsupported
 from kvtier.inspect import Depth
 from kvtier.record.record import record_bytes
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.identity.prompt_keys import chunk_keys
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import chunk_keys, read_prompts
 
 app = options.new_app()
 

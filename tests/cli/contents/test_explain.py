@@ -19,10 +19,9 @@ from kvtier.cli import app, explain
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, Namespace, block_key
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
+from kvtier.vllm.identity import prompts as prompts_module
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens, read_prompts
 from kvtier.vllm.identity.weight_fingerprints import fingerprint_adapter
-from kvtier.vllm.serving import prompts as prompts_module
-from kvtier.vllm.serving.prompts import read_prompts
 
 FACTS = {
     "model": "./model",

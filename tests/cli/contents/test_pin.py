@@ -15,7 +15,7 @@ from kvtier.cli import app
 from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.testing.subject import make_keys, payload
 from kvtier.types import BlockKey, Namespace, Presence
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys
 
 FACTS = {
     "model": "./model",

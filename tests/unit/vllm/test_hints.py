@@ -40,7 +40,7 @@ from kvtier.vllm.hints import (
     Retain,
     Understanding,
 )
-from kvtier.vllm.hooks.request_hints import said_of
+from kvtier.vllm.hooks.scheduler import hints_of
 from kvtier.vllm.protocol import Report
 
 
@@ -100,11 +100,9 @@ def test_the_actions_of_others() -> None:
 def test_what_comes_with_a_request() -> None:
     sent = SimpleNamespace(action_type="kv.deref", action_version="1.0", payload={})
     hints = SimpleNamespace(actions=[sent])
-    before = SimpleNamespace(kv_transfer_params={"retain_s": 1})  # as 0.31 has it
-    assert said_of(before) == ({"retain_s": 1}, [])
     for each, actions in ((None, []), (hints, [action("kv.deref")])):
         request = SimpleNamespace(kv_transfer_params=None, kv_hints=each)
-        assert said_of(request) == (None, actions)
+        assert hints_of(request) == (None, actions)
 
 
 @pytest.mark.parametrize(

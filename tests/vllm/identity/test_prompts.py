@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.types import Namespace
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys, read_prompts
 
 TEXT = "What a cache is good for, and for whom. " * 40
 TOKENS = prompt(3, 1100)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.hooks.embedding_inputs import OURS, allow_as_without_us, brings_no_embeddings
+from kvtier.vllm.hooks.config import OURS, brings_no_embeddings, refuse_missing_embeddings
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ def test_another_plugin_may_have_been_there_before(monkeypatch: pytest.MonkeyPat
         _resolve_mm_embedding_inputs = traced
 
     monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(VllmConfig=VllmConfig))  # type: ignore[arg-type]
-    allow_as_without_us.cache_clear()
-    allow_as_without_us()
-    allow_as_without_us()
-    allow_as_without_us.cache_clear()
+    refuse_missing_embeddings.cache_clear()
+    refuse_missing_embeddings()
+    refuse_missing_embeddings()
+    refuse_missing_embeddings.cache_clear()
     ours, theirs = VllmConfig(OURS), VllmConfig("NixlConnector")
     ours._resolve_mm_embedding_inputs()
     theirs._resolve_mm_embedding_inputs()

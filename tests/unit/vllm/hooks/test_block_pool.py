@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
+from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 
 
 class Pool:

@@ -1,7 +1,8 @@
-"""Looks for touch-points in the sources of a vLLM, installed or in a wheel, without importing it.
+"""Compares the touch-points with the sources of a vLLM, installed or in a wheel, unimported.
 
-What a class has is read off its body, what its methods assign to `self`, and the same of its bases,
-as far as these are vLLM's. A name that a module imports is followed to where it is defined.
+The members of a class are the names in its body, those that its methods assign to `self`, and the
+same of its bases, as far as these are vLLM's. A name that a module imports is followed to where it
+is defined.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import ast
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from kvtier.vllm.hooks.touch_points.point import TouchPoint, Version
-from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
+from kvtier.vllm.hooks.touch_points import TOUCH_POINTS, TouchPoint, Version
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.AST
 Read = Callable[[str], str | None]
@@ -37,6 +38,32 @@ def check(read: Read, version: Version) -> list[Finding]:
         Finding(point, list(sources.lacks(point)))
         for point in TOUCH_POINTS
         if point.since <= version <= point.until
+    ]
+
+
+def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line for each touch-point that is there, and for each that has moved what a port needs."""
+    for finding in findings:
+        point = finding.point
+        if not finding.moved:
+            yield f"ok    {point.target} ({point.used_by})"
+            continue
+        yield f"BAD   {point.target} (kvtier/vllm/hooks/{point.used_by})"
+        yield from (f"      - {each}" for each in finding.moved)
+        yield f"      why: {point.why}"
+        if point.upstream:
+            yield f"      upstream: {point.upstream}"
+    moved = sum(bool(finding.moved) for finding in findings)
+    yield f"{len(findings) - moved} of {len(findings)} touch-points are there as expected"
+
+
+def as_data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The same, for JSON."""
+    told = ("target", "used_by", "why", "upstream")
+    return [
+        {name: getattr(each.point, name) for name in told}
+        | {"members": each.point.members.split(), "moved": each.moved}
+        for each in findings
     ]
 
 
@@ -80,11 +107,10 @@ class Sources:
         else:
             named = {each: self._find(module, each)[0] for each in self._names(module) or ()}
             found = {each: node for each, node in named.items() if node is not None}
-        for wanted in point.members:
+        for wanted in point.members.split():
             yield from _compare(point.target, wanted, found)
         if point.derived:
-            known = {wanted.partition("(")[0] for wanted in point.members}
-            for name in sorted(found.keys() - known):
+            for name in sorted(found.keys() - point.names):
                 if _is_abstract(found[name]):
                     yield f"{point.target} asks for {name}, which kvtier does not have"
 
@@ -167,6 +193,6 @@ def _compare(target: str, wanted: str, found: dict[str, Definition]) -> Iterator
             return
         named = [each.arg for each in (*there.args.posonlyargs, *there.args.args)]
         has = [each for each in named if each not in ("self", "cls")]
-        expected = [each.strip() for each in parameters.split(",") if each.strip()]
+        expected = [each for each in parameters.split(",") if each]
         if has[: len(expected)] != expected:
             yield f"{where} takes ({', '.join(has)}), not ({', '.join(expected)})"

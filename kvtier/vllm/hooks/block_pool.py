@@ -1,14 +1,13 @@
-"""Which blocks a step of the engine gives out to be written to.
+"""vLLM's `BlockPool`: which blocks a step gives out to be written to.
 
-What is still to be copied out of such a block must have left it before, or is lost. vLLM's
-connector counts all blocks of each request that a step begins, those too that it has found in the
-engine's own cache and shares with others, to which nobody writes: stores would be waited for, or
-dropped, for nothing, wherever many prompts begin alike. And of a request that has ended it may
-store a window's blocks that were given out long ago.
-
-And vLLM takes blocks for computed, in its own cache, as soon as a request is to compute them. One
-that makes way in the same step for another, because of its priority, computes nothing: its blocks
-would be found by those who come, and what they compute from them be kept.
+- What is still to be copied out of such a block must leave it before, or is lost. vLLM's connector
+  counts all blocks of each request that a step begins, also those that it found in the engine's own
+  cache and shares with others, to which nobody writes. Where many prompts begin alike, stores would
+  be waited for, or dropped, for nothing. And of a request that has ended it may store blocks of a
+  window that were given out long ago.
+- vLLM enters blocks into its own cache as soon as a request is scheduled to compute them. If the
+  request is preempted for one of higher priority in the same step, it computes nothing. Others
+  would find its blocks, and what they compute from these would be kept.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class AllocatedBlocks:
         self._taken: list[Any] = []
         """Lists of blocks, as the pool gave them out."""
         self._cached: list[tuple[Callable[..., dict[int, str]], Any, Any]] = []
-        """What the engine has taken for computed since, in its order, as the arguments of the calls
-        by which it did: hundreds of requests may in a step, and hardly ever does it matter."""
+        """What the engine has entered into its cache since, in order, as the arguments of the
+        calls: there may be hundreds in a step, and they are hardly ever looked at."""
         take, taken = pool.get_new_blocks, self._taken.append
 
         def get_new_blocks(*arguments: Any, **named: Any) -> Any:
@@ -38,8 +37,7 @@ class AllocatedBlocks:
 
         pool.get_new_blocks = get_new_blocks
         pool.cache_full_blocks = self._noted(pool.cache_full_blocks, _full_blocks)
-        if hasattr(pool, "cache_partial_block"):  # not in all versions
-            pool.cache_partial_block = self._noted(pool.cache_partial_block, _tail)
+        pool.cache_partial_block = self._noted(pool.cache_partial_block, _tail)
 
     def _noted(
         self, cache: Callable[..., Any], read: Callable[..., dict[int, str]]
@@ -65,18 +63,18 @@ class AllocatedBlocks:
 
     @guarded(lambda: None)
     def _forget_uncomputed(self, scheduled: Any) -> None:
-        """Let nobody find what requests were to compute that have made way for others since."""
+        """Evict from the engine's cache what requests were to compute that were preempted since."""
         gone = (scheduled.preempted_req_ids or set()) - scheduled.num_scheduled_tokens.keys()
         if gone:
-            last: dict[int, str] = {}  # one that makes way gives its blocks to others in that step
+            last: dict[int, str] = {}  # the blocks of a preempted request may be another's by now
             for read, arguments, named in self._cached:
                 last.update(read(*arguments, **named))
             self._pool.evict_blocks({block for block, name in last.items() if name in gone})
 
     def tell(self, scheduler: Any, scheduled: Any) -> None:
-        """Let vLLM's side know, as it is about to look at a step's output, what it then finds out
-        for itself: what the pool has given, and what running requests have got beside that (blocks
-        of their own that they use anew, and copies)."""
+        """State, before vLLM's side looks at a step's output, the blocks that are written to: what
+        the pool has given out, and what running requests got beside that (blocks of their own that
+        they use anew, and copies)."""
         self._forget_uncomputed(scheduled)
         given = {block.block_id for blocks in self._taken for block in blocks}
         self.forget()
@@ -104,9 +102,8 @@ def _tail(request: Any, block: Any, *_: Any, **__: Any) -> dict[int, str]:
 
 
 def _forget_passed(config: Any, status: Any) -> None:
-    """Let what was passed over of a request's windows not be looked at again at its end, as vLLM
-    does where windows are kept densely: it notices of the blocks behind that alone when they are
-    given to others."""
+    """Leave out of a request's end what was passed over of its windows. vLLM looks at that again
+    where windows are kept densely, and notices only of later blocks when others get them."""
     for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
         if group.sliding_window_size_in_chunks is not None:
             passed = state.block_ids[: state.next_stored_chunk_idx * config.blocks_per_chunk]
