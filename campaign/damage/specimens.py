@@ -1,20 +1,25 @@
-"""Small media full of blocks, as bytes: now, at an earlier time, and of another namespace."""
+"""Small media full of blocks, as bytes: now, at an earlier time, and of another namespace; and what
+opens the rest of one, and proves every block that is offered."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from support.object import object_subjects
 from support.tiers import subjects
 
+from kvtier import Stack
+from kvtier.backends.cpu import CpuSettings
+from kvtier.config import MoverMode, MoverSettings, StackConfig
 from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, record_bytes
-from kvtier.testing.subject import Rig, Subject, make_keys
+from kvtier.settings import ByteSize, Capacity
+from kvtier.testing.subject import Rig, Subject, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
 Files = dict[str, bytes]
@@ -155,3 +160,38 @@ def kind_of(path: str) -> str:
         if f"/{part}/" in f"/{path}":
             return kind
     return {"json": "description"}.get(kind := Path(name).suffix.removeprefix("."), kind or name)
+
+
+HOST_BYTES = 2 * BLOCKS * (record_bytes(NAMESPACE.payload_bytes) + 64) + 12288
+
+
+def by_tier(specimen: Specimen) -> set[BlockKey]:
+    """What the tier alone serves; raises AssertionError for a wrong byte."""
+    rig = specimen.rig(specimen.folder)
+    try:
+        return set(rig.get(specimen.keys))
+    finally:
+        rig.close()
+
+
+def by_stack(specimen: Specimen, host: Path, mover: MoverMode = MoverMode.THREADS) -> set[BlockKey]:
+    """What a whole stack serves from it, by way of host memory and its mover."""
+    memory = CpuSettings(path=str(host), capacity=Capacity(size=ByteSize(HOST_BYTES)))
+    below = specimen.subject.settings(
+        specimen.folder, BLOCKS, record_bytes(NAMESPACE.payload_bytes)
+    )
+    settings = MoverSettings(mode=mover)
+    config = StackConfig(version=1, name="specimen", mover=settings, tiers=(memory, below))
+    with Stack(config, NAMESPACE) as stack:
+        found = stack.load(specimen.keys, 20.0)
+        for tier in stack.chain.tiers[:1]:
+            tier.forget(specimen.keys)
+    check_payloads(found)
+    return set(found)
+
+
+def check_payloads(found: dict[BlockKey, bytes], wanted: Sequence[BlockKey] = ()) -> None:
+    """Raise AssertionError for a block that has not its right bytes, or was not asked for."""
+    for key, data in found.items():
+        if data != payload(key, NAMESPACE):
+            raise AssertionError(f"wrong bytes were served for {key.hex()}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from campaign.damage import files as whole_files
-from campaign.damage import records, serving
+from campaign.damage import records, specimens
 from campaign.damage.specimens import SPECIMENS, Place, Specimen, kind_of
 from campaign.round import Round, Scenario
 from kvtier.errors import FormatError, MediumError
@@ -157,7 +157,7 @@ def _count(round: Round, medium: str, kind: str, what: str) -> None:
 
 def _serve(specimen: Specimen, folder: Path, *, stacked: bool) -> set[BlockKey]:
     if not stacked:
-        return serving.by_tier(specimen)
+        return specimens.by_tier(specimen)
     host = folder / "host"
     host.mkdir(exist_ok=True)
-    return serving.by_stack(specimen, host)
+    return specimens.by_stack(specimen, host)

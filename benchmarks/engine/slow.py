@@ -1,12 +1,15 @@
-"""A way to a server that takes time: so long for each request, and so many bytes a second in all.
+"""Media that are as slow as they are told to be: a way to a server, and the reads of a mover.
 
-    python -m benchmarks.engine.slow_proxy PORT SECONDS BYTES_A_SECOND     # prints its own port
+    python -m benchmarks.engine.slow PORT SECONDS BYTES_A_SECOND     # prints its own port
 
-It passes connections on to a port of this machine.
+The way passes connections on to a port of this machine: so long for each request, and so many bytes
+a second in all. A mover's interpreter imports `sitecustomize` when it starts: `throttle` writes one
+that makes its reads slow.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import socketserver
 import subprocess
@@ -15,6 +18,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 _PIECE_BYTES = 1 << 16
 
@@ -75,7 +80,7 @@ def serve(port: int, seconds: float, bytes_a_second: float) -> None:
 @contextmanager
 def slow_proxy(port: int, seconds: float, bytes_a_second: float) -> Iterator[int]:
     """The port of such a way to another port, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.engine.slow_proxy"]
+    command = [sys.executable, "-m", "benchmarks.engine.slow"]
     command += [str(port), str(seconds), str(bytes_a_second)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -83,6 +88,38 @@ def slow_proxy(port: int, seconds: float, bytes_a_second: float) -> Iterator[int
             yield int(process.stdout.readline())
         finally:
             process.kill()
+
+
+_CUSTOM = """\
+import sys
+if "kvtier.move.process_main" in sys.orig_argv:
+    sys.path.insert(0, {root!r})
+    from benchmarks.engine.slow import begin
+    begin({rate!r})
+"""
+
+
+def throttle(folder: Path, bytes_a_second: float) -> None:
+    """Let the movers of engines that are started from now on read so many bytes a second."""
+    root = str(Path(__file__).parents[2])
+    (folder / "sitecustomize.py").write_text(_CUSTOM.format(root=root, rate=bytes_a_second))
+    known = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *known.split(os.pathsep)])
+
+
+def begin(bytes_a_second: float) -> None:
+    """Let all reads of this process together be no faster."""
+    from kvtier.system.disk import Disk
+
+    read, rate = Disk.readv, Rate(bytes_a_second)
+
+    def later(*arguments: Any) -> int:
+        done = read(*arguments)
+        rate.take(done)
+        return done
+
+    Disk.readv = later  # type: ignore[assignment, method-assign]
+    print(f"reads of {sys.argv[0]} are throttled", file=sys.stderr)
 
 
 if __name__ == "__main__":
