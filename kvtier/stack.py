@@ -21,6 +21,8 @@ from typing import Self
 
 import msgspec
 
+from kvtier.amounts import size
+from kvtier.chain.context import ChainContext
 from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.tier_chain import TierChain
@@ -35,7 +37,6 @@ from kvtier.interfaces.mover import Mover
 from kvtier.interfaces.tier import Tier
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
-from kvtier.observe.human import size
 from kvtier.record.record import (
     HEADER_BYTES,
     Buffer,
@@ -99,11 +100,7 @@ class Stack:
             self.mover = _open_mover(config, self.context, serving=serving)
             opened.insert(0, self.mover)
             self.chain = TierChain(
-                tiers,
-                config.tiers,
-                self.mover,
-                namespace,
-                costs=costs,
+                ChainContext(tiers, config.tiers, self.mover, namespace, costs),
                 prefetch=config.prefetch if serving else None,
                 retain=config.retain if serving else None,
             )

@@ -152,7 +152,7 @@ class CpuTier(SlabTier):
     def tick(self) -> None:
         super().tick()
         if self._kept is not None:
-            self._kept.write()
+            self._kept.write_behind()
         now = time.monotonic()  # a clock that is put back must not keep it from being said
         if now >= self._note_use_at:
             self._note_use_at = now + _NOTE_USE_S
@@ -165,6 +165,6 @@ class CpuTier(SlabTier):
 
     def close(self) -> None:
         if self._kept is not None:
-            self._kept.write(at_once=True)
+            self._kept.close()
         self._table = memoryview(b"")
         self._owned_region.close(remove=self._discard)

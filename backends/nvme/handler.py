@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,9 @@ _CALL_BYTES = 4 << 20
 """Of payload. A direct read of 1 MiB costs 1.6 times the processor time of a quarter of this."""
 _SLOWEST = 4 << 20
 """Bytes a second: one thread of several gets as many even of a slow disk that engines share."""
+_TRIES_SHARE = 0.5
+"""The part of `call_seconds` after whose end nothing more is tried in a call in which something has
+failed: the rest is for the try that is under way then."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 """Of a folder: the file system knows no such thing, or it is somebody else's."""
@@ -82,16 +86,19 @@ class NvmeHandler(Handler):
         buffers: Sequence[Buffer],
         move: Callable[[OpenSlab, int, Sequence[BlockKey], Sequence[Buffer]], Outcome],
     ) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start, stop in layout.runs(places):
-            count = stop - start
+        """Move run by run, and find out which blocks of a run that fails it was. A disk may take
+        seconds for each error: what there is no time for is TIMEOUT."""
+        outcomes = [Outcome.TIMEOUT] * len(places)
+        until, failed = time.monotonic() + _TRIES_SHARE * self.call_seconds, False
+        tries = deque(layout.runs(places))
+        while tries and not (failed and time.monotonic() >= until):
+            start, stop = tries.popleft()
             outcome = self._run(places[start], keys[start:stop], buffers[start:stop], move)
-            if outcome.ok or count == 1:
-                outcomes += [outcome] * count
-                continue
-            for index in range(start, stop):  # find out which of them it was
-                one = slice(index, index + 1)
-                outcomes.append(self._run(places[index], keys[one], buffers[one], move))
+            failed |= not outcome.ok
+            if outcome.ok or stop - start == 1:
+                outcomes[start:stop] = [outcome] * (stop - start)
+            else:
+                tries.extendleft((at, at + 1) for at in reversed(range(start, stop)))
         return outcomes
 
     def _run(

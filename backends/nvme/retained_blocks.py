@@ -94,14 +94,14 @@ class RetainingNvmeTier(SerializedTier):
 
     def take_in_if_idle(self) -> None:
         if self._kept is not None:
-            self._kept.write(self.mutex)
+            self._kept.write()
         if self._heeds_pins:
             self._look_at_pins()
         super().take_in_if_idle()
 
     def _write_at_end(self) -> None:
         if self._kept is not None:
-            self._kept.write(self.mutex, at_once=True)
+            self._kept.close()
 
     def _look_at_pins(self) -> None:
         """Read what is pinned if that has changed; what cannot be read changes nothing."""

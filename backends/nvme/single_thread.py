@@ -17,6 +17,22 @@ _IDLE_S = 5.0
 itself, because neighbours wait for slabs that an idle engine holds."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="SerializedTier")
+
+
+def serialized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Run a method without the keeper applying updates meanwhile; make it stop if it does now."""
+
+    def call(tier: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        tier._asked = True
+        with tier.mutex:
+            return method(tier, *args, **kwargs)
+
+    return functools.update_wrapper(call, method)
+
+
 class SerializedTier(SlabTier):
     """A tier whose updates its keeper may apply while the tier's own thread is idle."""
 
@@ -34,6 +50,20 @@ class SerializedTier(SlabTier):
         self._taking = False
         """Whether the keeper applies updates: a caller waits meanwhile, and a recent call keeps it
         from beginning, so that what a lookup has found is there a moment later."""
+
+    # What is overridden below runs around these. Not `lookup`, which only reads, and is asked most.
+    prepare_load = serialized(SlabTier.prepare_load)
+    complete_load = serialized(SlabTier.complete_load)
+    prepare_store = serialized(SlabTier.prepare_store)
+    touch = serialized(SlabTier.touch)
+    carry_uses = serialized(SlabTier.carry_uses)
+    victims = serialized(SlabTier.victims)
+    victims_within = serialized(SlabTier.victims_within)
+    take_events = serialized(SlabTier.take_events)
+    take_recovered = serialized(SlabTier.take_recovered)
+    forget_recovered = serialized(SlabTier.forget_recovered)
+    take_hottest = serialized(SlabTier.take_hottest)
+    forget_hottest = serialized(SlabTier.forget_hottest)
 
     def take_in_if_idle(self) -> None:
         """For the keeper's thread: what this tier's own thread is not there to do."""
@@ -57,19 +87,3 @@ class SerializedTier(SlabTier):
     @abstractmethod
     def _take_some_in(self) -> None:
         """Apply some of them."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="SerializedTier")
-
-
-def serialized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run a method without the keeper applying updates meanwhile; make it stop if it does now."""
-
-    def call(tier: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        tier._asked = True
-        with tier.mutex:
-            return method(tier, *args, **kwargs)
-
-    return functools.update_wrapper(call, method)

@@ -21,7 +21,6 @@ from kvtier.backends.nvme.wear.metered_tier import MeteredTier
 from kvtier.chain.store import AHEAD_BLOCKS_MAX
 from kvtier.core.slab import layout
 from kvtier.core.slab.memory import give_back_memory
-from kvtier.core.slab.tier import SlabTier
 from kvtier.eviction import EvictionPolicy
 from kvtier.interfaces.handler import own_spec
 from kvtier.types import BlockKey, EventKind, FilePlace, LoadStoreSpec, Outcome, TierStats
@@ -72,20 +71,6 @@ class NvmeTier(RetainingNvmeTier, MeteredTier):
         give_back_memory()
         self.learning = keeper.unwell
         keeper.when_idle = self.take_in_if_idle
-
-    # Not `lookup`, which only reads, and is asked most.
-    prepare_load = serialized(SlabTier.prepare_load)
-    complete_load = serialized(SlabTier.complete_load)
-    prepare_store = serialized(MeteredTier.prepare_store)
-    touch = serialized(SlabTier.touch)
-    carry_uses = serialized(SlabTier.carry_uses)
-    victims = serialized(SlabTier.victims)
-    victims_within = serialized(SlabTier.victims_within)
-    take_events = serialized(SlabTier.take_events)
-    take_recovered = serialized(SlabTier.take_recovered)
-    forget_recovered = serialized(SlabTier.forget_recovered)
-    take_hottest = serialized(SlabTier.take_hottest)
-    forget_hottest = serialized(SlabTier.forget_hottest)
 
     # -- updates ---------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import obstore
 import obstore.store
 from botocore.config import Config
 
-from benchmarks.memory import memory
+from benchmarks.measure import memory
 from benchmarks.report import Report
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits

@@ -6,7 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-from campaign.fuzz.targets import Target
+from campaign.fuzz.harness import Target
 from kvtier.backends.object.stores.clouds import BucketSettings, Place
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.reader import Reader

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_S = 0.2
@@ -85,9 +88,35 @@ class AbandonableCalls:
             threads, self._threads, self._idle = self._threads, [], 0
         for _ in threads:
             self._waiting.put(None)
-        end = time.monotonic() + _CLOSE_S
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        joined(threads, _CLOSE_S)
+
+
+class Attempt:
+    """Logs whatever is raised in its block, under a headline, and goes on after the block.
+
+    For threads that others wait for: one that ended would leave them waiting. What follows the
+    block tells them that it failed.
+    """
+
+    def __init__(self, failure: str) -> None:
+        self._failure = failure
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        logger.error("%s", self._failure, exc_info=error)
+        return True
+
+
+def joined(threads: Sequence[threading.Thread], seconds: float) -> bool:
+    """Wait until threads have ended, at most so long; whether they have."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 # The end of what was opened together.

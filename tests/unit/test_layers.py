@@ -1,4 +1,4 @@
-"""Imports point one way, and files and functions stay small (ARCHITECTURE.md)."""
+"""Imports point one way, and functions stay small (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 
 # Each layer, and the layers whose modules it may import beside its own.
@@ -32,10 +32,11 @@ LAYERS = {
         *("vllm", "device", "backends", "testing"),
     },
 }
-SINGLE_FILES = {
+LAYER_OF = {
     "": "door",
-    "types": "base",
-    "errors": "base",
+    **dict.fromkeys(("types", "errors", "amounts"), "base"),
+    **dict.fromkeys(("record", "settings", "system", "interfaces", "inspect"), "core"),
+    **dict.fromkeys(("eviction", "slab", "cost", "chain"), "core"),
     "stack": "stack",
     "__main__": "cli",
 }
@@ -53,7 +54,7 @@ GUARDS = {
     "kvtier/interfaces/backend.py": "a package of others may raise anything at import",
     "kvtier/chain/isolated_tier.py": "and when it is used",
     "kvtier/eviction/policy.py": "likewise",
-    "kvtier/system/calls.py": "what a thread raises goes to its waiting caller",
+    "kvtier/system/calls.py": "what a thread raises ends no wait for it",
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
     "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
     "backends/object/stores/credentials.py": "credentials come from programs of the user's",
@@ -78,7 +79,7 @@ def module_of(path: Path) -> str:
 def layer_of(module: str) -> str:
     _, _, rest = module.partition(".")
     first = rest.partition(".")[0]
-    return SINGLE_FILES.get(first, first)
+    return LAYER_OF.get(first, first)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -165,8 +166,7 @@ def check_sizes(path: Path) -> None:
 
 
 KNOWS_BACKENDS = {
-    "kvtier/cli/starter_stack.py": "the text of a new stack names the built-in tiers",
-    "kvtier/testing/stateful.py": "the memory tier is the model that the others are held against",
+    "kvtier/cli/config.py": "the text of a new stack names the built-in tiers",
 }
 """The files outside backends/ that may import one by name, and why."""
 
@@ -255,13 +255,13 @@ def test_any_exception_is_caught_in_few_places() -> None:
 
 
 def test_who_catches_whatever_ends_a_block_passes_it_on() -> None:
-    """To tidy up first; only a forked child of the crash suite ends there."""
+    """To tidy up first."""
     for path in product_files():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ExceptHandler):
                 everything = node.type is None or ast.unparse(node.type) == "BaseException"
                 passed_on = any(isinstance(each, ast.Raise) for each in ast.walk(node))
-                assert passed_on or not everything or path.name == "crash_campaign.py", (
+                assert passed_on or not everything, (
                     f"{path}:{node.lineno} keeps KeyboardInterrupt from whoever waits for it"
                 )
 

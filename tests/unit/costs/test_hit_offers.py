@@ -12,27 +12,24 @@ from support.tiers.chains import ChainRig, rule
 
 from kvtier.chain.hits import (
     OFFERS_MAX,
-    Appraiser,
     Decision,
-    Room,
+    HitPlanner,
+    HitRoom,
     Shape,
     Span,
-    junction,
-    offers,
-    stops,
     thin,
 )
-from kvtier.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.chain.stats import Tally
+from kvtier.chain.plan import NOWHERE
+from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel, Prior
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 from kvtier.settings import WritePolicy
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 CHUNK = 256
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
-PLENTY = Room(1000, (), (), {})
+PLENTY = HitRoom(1000, (), (), {})
 MEDIA = ["cpu", "disk"]
 LAST = 8
 
@@ -41,110 +38,6 @@ def spans(*shapes: Shape, chunks: int = LAST, size: int = 1 << 20) -> list[Span]
     return [
         Span(shape, make_keys(chunks, start=100 * group), size)
         for group, shape in enumerate(shapes)
-    ]
-
-
-def reach(
-    of: Sequence[Span],
-    places: Sequence[Sequence[int]],
-    start: int = 0,
-    limit: int = 1 << 20,
-    room: Room = PLENTY,
-) -> list[int]:
-    return [stop // CHUNK for stop in stops(of, places, start, limit, room)[0]]
-
-
-def test_a_hit_ends_where_every_group_has_what_it_needs() -> None:
-    windows = [NOWHERE, 1, 1, NOWHERE, NOWHERE, 1, 1, 1]
-    assert reach(spans(FULL, WINDOW), [[1] * 8, windows]) == [3, 7, 8]
-    assert reach(spans(FULL, WINDOW), [[1] * 7 + [NOWHERE], windows]) == [3, 7]
-    assert reach(spans(FULL, STATE), [[1] * 8, [NOWHERE] * 5 + [0, NOWHERE, 0]]) == [6, 8]
-    assert reach(spans(WINDOW), [windows]) == [3, 7, 8]
-
-
-def test_what_is_on_its_way_counts_only_if_it_is_ours() -> None:
-    assert reach(spans(FULL), [[1, JOINING, COMING, 1, 1, 1, 1, 1]]) == [1, 2]
-
-
-def test_the_engine_holds_the_head_of_a_window_itself() -> None:
-    """Only what is after the start has to be there."""
-    places = [[NOWHERE] * 4 + [1] * 4] * 2
-    assert reach(spans(FULL, WINDOW), places, start=4 * CHUNK) == [5, 6, 7, 8]
-
-
-def test_no_further_than_the_limit() -> None:
-    there = [[1] * 8] * 2
-    assert reach(spans(FULL, WINDOW), there, limit=6 * CHUNK + 1)[-1] == 6
-    assert reach(spans(FULL, WINDOW), there, limit=8 * CHUNK)[-1] == 8
-    assert reach(spans(FULL, STATE), there, limit=8 * CHUNK)[-1] == 7, "a token is left to compute"
-    assert reach(spans(FULL, FULL, chunks=5), [[1] * 5] * 2)[-1] == 5
-
-
-def test_chunks_of_different_sizes_end_together() -> None:
-    fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
-    coarse = Span(FULL, make_keys(8, start=50), 10)
-    assert reach([fine, coarse], [[1] * 9 + [NOWHERE] * 7, [1] * 8]) == [1, 2, 3, 4]
-
-
-def test_prompts_part_where_only_those_without_a_window_go_on() -> None:
-    def part(of: list[Span], *places: list[int], start: int = 0, limit: int = 1 << 20) -> float:
-        return junction(of, places, start, limit) / CHUNK
-
-    five, none = [1, 0, 1, COMING, 1, *[NOWHERE] * 3], [NOWHERE] * 8
-    ends = [*[NOWHERE] * 6, 1, 1]
-    of = spans(FULL, WINDOW)
-    assert part(of, five, none) == part(of, five, ends) == 5
-    assert part(of, five, [*[NOWHERE] * 4, 1, *[NOWHERE] * 3]) == 5, "a part of the window"
-    assert part(of, five, [*[NOWHERE] * 3, 1, 1, *[NOWHERE] * 3]) == 0, "a hit ends there"
-    assert part(of, none, none) == part(of, none, ends) == 0
-    assert part(spans(FULL, STATE), five, none, limit=5 * CHUNK) == 4, "a token is left to compute"
-    assert part(spans(FULL, STATE), five, none, limit=4 * CHUNK + 1) == 4
-    assert part(of, none, none, start=3 * CHUNK) == 0
-    assert part(of, [*[NOWHERE] * 3, 1, *[NOWHERE] * 4], none, start=3 * CHUNK) == 4
-    assert part(spans(FULL, FULL), five, none) == part(spans(WINDOW), five) == 0, "all or none"
-    assert part(spans(FULL, FULL, STATE), five, [1] * 8, none) == 5
-    fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
-    assert part([fine, spans(WINDOW)[0]], [1] * 9 + [NOWHERE] * 7, none) == 4
-
-
-@pytest.mark.parametrize("shapes", [(WINDOW,), (WINDOW, STATE), (FULL, FULL)])
-def test_prompts_part_nowhere_where_all_groups_are_kept_alike(shapes: tuple[Shape, ...]) -> None:
-    places = [[1] * 3 + [NOWHERE] * 5] * len(shapes)
-    assert junction(spans(*shapes), places, 0, LAST * CHUNK) == 0
-
-
-def test_room_is_asked_only_for_what_is_loaded() -> None:
-    of = spans(FULL, WINDOW)
-    there = [[1] * 8] * 2
-    assert reach(of, there, room=Room(7, (), (), {})) == [1, 2, 3, 4, 5], (
-        "five and two of the window"
-    )
-    assert reach(of, there, room=Room(7, (), {1}, {})) == list(range(1, 9)), "they need no slots"
-    assert reach(of, there, room=Room(5, set(of[0].keys[:2]), (), {})) == [1, 2, 3, 4, 5]
-    assert stops(of, there, 0, 1 << 20, Room(7, (), (), {}))[1]
-    assert not stops(of, there, 0, 1 << 20, PLENTY)[1]
-
-
-def test_no_more_is_asked_of_a_tier_than_the_mover_takes() -> None:
-    of = spans(FULL, WINDOW)
-    there = [[0] * 4 + [1] * 4, [1] * 8]
-    assert reach(of, there, room=Room(99, (), (), {1: 3})) == [1, 2, 3, 4, 5]
-    assert reach(of, there, room=Room(99, set(of[1].keys), (), {1: 3})) == list(range(1, 8))
-    assert reach(of, there, room=Room(99, (), {1}, {1: 0})) == list(range(1, 9))
-
-
-def test_nor_of_one_that_has_blocks_of_one_group_alone() -> None:
-    room = Room(1000, (), (), {1: 4, 2: 2})
-    places = [[1] * 8, [0] * 6 + [2] * 2]
-    assert reach(spans(FULL, FULL), places, room=room) == [1, 2, 3, 4]
-
-
-def test_an_offer_states_the_loads_of_all_groups_by_link() -> None:
-    places = [[0, 0, 1, 1], [NOWHERE, 1, 0, 1]]
-    made = offers(spans(FULL, WINDOW, chunks=4, size=10), places, MEDIA, 0, [2 * CHUNK, 4 * CHUNK])
-    assert [offer.stop for offer in made] == [2 * CHUNK, 4 * CHUNK]
-    assert [sorted(offer.loads) for offer in made[1:]] == [
-        [Run(DEVICE, 3, 30), Run("disk", 3, 30)],
     ]
 
 
@@ -160,13 +53,13 @@ def test_long_prompts_are_looked_at_coarsely() -> None:
 TOKENS_A_SECOND = 1000.0
 
 
-def appraiser(*, disk: float) -> tuple[Appraiser, CostModel]:
+def appraiser(*, disk: float) -> tuple[HitPlanner, CostModel]:
     costs = CostModel(priors={"disk": Prior(0.001, disk)}, clock=lambda: 0.0)
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    return Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic), costs
+    return HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic), costs
 
 
-def worth(of: Appraiser, groups: Sequence[Span], places: list[list[int]]) -> int:
+def worth(of: HitPlanner, groups: Sequence[Span], places: list[list[int]]) -> int:
     return of.furthest(groups, places, 0, 1 << 20, PLENTY, Decision()) // CHUNK
 
 
@@ -214,7 +107,7 @@ def test_a_slow_disk_that_recovers_is_found_out() -> None:
     now = [0.0]
     costs = CostModel(priors={"disk": Prior(0.001, 1e5)}, clock=lambda: now[0])
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
+    of = HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     groups, places = spans(FULL, WINDOW), [[1] * LAST] * 2
     taken = 0
     for _ in range(400):
@@ -230,7 +123,7 @@ def test_a_disk_that_would_win_is_not_held_down_by_probes_of_one_size() -> None:
     now = [0.0]
     costs = CostModel(clock=lambda: now[0])
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
+    of = HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     groups, places = spans(FULL, FULL, chunks=32, size=1 << 22), [[1] * 32] * 2
 
     def load(chunks: int) -> None:
@@ -271,7 +164,7 @@ def loss(seed: int) -> float:
     against somebody who knows both at every moment."""
     rng, now = random.Random(seed), [0.0]
     costs = CostModel(clock=lambda: now[0])
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
+    of = HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     longest = spans(FULL, WINDOW, chunks=50, size=1 << 22)
     spent = best = 0.0
     disk = Disk(0.01, 1e9, 10_000)
@@ -303,7 +196,9 @@ def test_the_loss_against_one_who_knows_is_bounded() -> None:
 def test_no_offers_are_nothing() -> None:
     _, costs = appraiser(disk=1e9)
     assert costs.choose([], 0) == -1
-    assert CostModel().choose([Offer(CHUNK, [Run("disk", 1, 1)])], 0) == 0, "nothing is known yet"
+    assert CostModel().choose([Offer(CHUNK, [LoadRun("disk", 1, 1)])], 0) == 0, (
+        "nothing is known yet"
+    )
 
 
 # -- through a chain
@@ -327,9 +222,11 @@ def grouped(rig: ChainRig, chunks: int, first: int = 0) -> list[Span]:
 
 def test_a_chain_promises_what_will_be_loaded_and_no_more(rig: ChainRig) -> None:
     one, two = grouped(rig, 4), grouped(rig, 4, first=10)
-    stop, places = rig.chain.reach(one, 0, 4 * CHUNK, Decision())
+    stop, places = rig.chain.match_windows(one, 0, 4 * CHUNK, Decision())
     assert (stop, places) == (4 * CHUNK, [[1] * 4] * 2)
-    assert rig.chain.reach(two, 0, 4 * CHUNK, Decision())[0] == CHUNK, "two of eight slots are left"
+    assert rig.chain.match_windows(two, 0, 4 * CHUNK, Decision())[0] == CHUNK, (
+        "two of eight slots are left"
+    )
     keys = [*one[0].keys, *one[1].keys[2:]]
     assert rig.chain.begin_load(keys, "a", 1e9).missing == []
     assert rig.chain.begin_load([two[0].keys[0], two[1].keys[0]], "b", 1e9).missing == []
@@ -341,8 +238,8 @@ def test_a_request_that_waits_is_counted_once(rig: ChainRig) -> None:
     rig = ChainRig([8, 32], [rule(), rule(WritePolicy.NEVER)], costs=costs, clock=lambda: 0.0)
     groups, decision, alone = grouped(rig, 4), Decision(), Decision()
     for _ in range(5):
-        assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
-        assert rig.chain.worth(groups[0].keys, CHUNK, 0, alone) == 4
+        assert rig.chain.match_windows(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
+        assert rig.chain.match_prefix(groups[0].keys, CHUNK, 0, alone) == 4
         rig.chain.poll()
     link = costs.stats()[rig.tiers[1].medium]
     assert (link.taken, link.refused, link.probes) == (6 + 4, 0, 0)
@@ -357,9 +254,9 @@ def test_a_request_that_waits_while_its_blocks_come_and_go_misses_each_once(ask:
         rig.tiers[0].forget(keys[left:4])
         rig.put(0, keys[:left])
         if ask == "worth":
-            assert rig.chain.worth(keys, CHUNK, 0, decision) == left
+            assert rig.chain.match_prefix(keys, CHUNK, 0, decision) == left
         else:
-            rig.chain.reach([Span(FULL, keys, 1)], 0, 6 * CHUNK, decision)
+            rig.chain.match_windows([Span(FULL, keys, 1)], 0, 6 * CHUNK, decision)
         rig.chain.poll()
     assert rig.chain.chain_stats().misses == [5], "no more than it has asked for"
 
@@ -367,10 +264,10 @@ def test_a_request_that_waits_while_its_blocks_come_and_go_misses_each_once(ask:
 def test_more_room_is_noticed_while_a_request_waits(rig: ChainRig) -> None:
     groups, decision = grouped(rig, 4), Decision()
     held = rig.chain.begin_load(rig.put(0, make_keys(5, start=50)), "other", 1e9)
-    assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == CHUNK
+    assert rig.chain.match_windows(groups, 0, 4 * CHUNK, decision)[0] == CHUNK
     rig.chain.end_load(held)
     rig.chain.poll()
-    assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
+    assert rig.chain.match_windows(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
 
 
 def test_what_has_just_begun_to_load_takes_nobody_elses_place() -> None:
@@ -381,6 +278,6 @@ def test_what_has_just_begun_to_load_takes_nobody_elses_place() -> None:
     rig.chain.poll()
     one, two = grouped(rig, 2), grouped(rig, 2, first=10)
     rig.put(0, [span.keys[0] for span in two])
-    assert rig.chain.reach(one, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
+    assert rig.chain.match_windows(one, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
     assert rig.chain.begin_load([key for span in one for key in span.keys], "a", 1e9).missing == []
-    assert rig.chain.reach(two, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
+    assert rig.chain.match_windows(two, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
