@@ -193,7 +193,7 @@ def small_copy_of(torch: Any, *, to_host: bool = False) -> Callable[[], float]:
 
 def python_loop() -> float:
     """What an engine's own thread does between its launches: many short calls, between which it may
-    give Python's lock to others; seconds."""
+    give the GIL to others; seconds."""
     return seconds_of(lambda: [sum(range(5000)) for _ in range(1000)])
 
 

@@ -27,7 +27,7 @@ from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.slab import layout
 from kvtier.cost import rates as kept_rates
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import KeptLink, KeptPrefill, Owner, Rates
+from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
 from kvtier.errors import FormatError
 from kvtier.record.codec import Codec, decode, encode
 from kvtier.record.record import Header, record_bytes, verify
@@ -292,8 +292,8 @@ def _counters() -> Target:
 def _rates() -> Target:
     """Kept rates, and a cost model that begins with them."""
     owner = Owner("machine", "device", "model", "stack")
-    links = {"nvme": KeptLink(0.001, 0.2), "device": KeptLink(0.0, 0.05)}
-    prefill = KeptPrefill(0.01, 0.001, 8192)
+    links = {"nvme": SavedLink(0.001, 0.2), "device": SavedLink(0.0, 0.05)}
+    prefill = SavedPrefill(0.01, 0.001, 8192)
 
     def parse(data: bytes) -> None:
         kept = kept_rates.decode(data)

@@ -20,7 +20,7 @@ from kvtier.cli.inspect import (
     unsupported_is_trouble,
 )
 from kvtier.config import load
-from kvtier.errors import KVTierError, said_of
+from kvtier.errors import KVTierError, describe_error
 from kvtier.inspect import Cleared, Depth, Garbage, Part, Reach
 
 app = options.new_app()
@@ -169,7 +169,7 @@ def _collect(garbage: Iterable[Garbage], dry_run: bool) -> tuple[list[Row], list
             rows[-1].removed = not dry_run and each.remove()
             kept += not dry_run and not rows[-1].removed
         except (KVTierError, OSError) as error:
-            refused.append(said_of(error))
+            refused.append(describe_error(error))
     if kept:
         refused.append(f"{kept} of them are in use again and stay")
     return rows, refused

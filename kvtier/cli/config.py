@@ -193,12 +193,32 @@ def init(
         raise KVTierError(f"{file} exists; name another file, or remove it first")
     if not file.parent.is_dir():
         raise KVTierError(f"{file.parent} is not a folder; make it, or name one that exists")
+    _check_sizes(text, blocks.absolute())
     blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
     with naming(file):
         _write(file, text)
     named = f"./{file}" if str(file).startswith("-") else str(file)  # no option
     typed = shlex.quote(named)
     console.say(f"{file} is written; look through it, then: kvtier config check {typed}")
+
+
+def _check_sizes(text: str, blocks: Path) -> None:
+    """Refuse sizes with which `check` would refuse the stack on this machine."""
+    import yaml
+
+    stack = yaml.safe_load(text)
+    # The folder is not there yet.
+    stack["tiers"][1]["path"] = str(
+        next(each for each in (blocks, *blocks.parents) if each.exists())
+    )
+    try:
+        load(stack)
+    except ConfigErrors as found:
+        options_of = {"$.tiers[0].capacity": "--memory", "$.tiers[1].capacity": "--disk"}
+        for each in found.errors:
+            if option := options_of.get(each.place):
+                text = f"{each.problem}; {each.remedy}"
+                raise typer.BadParameter(text, param_hint=option) from None
 
 
 def _write(file: Path, text: str) -> None:

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvtier.cli.signals import EndSignal
-from kvtier.errors import MORE_MEMORY, ConfigError, ConfigErrors, KVTierError, naming, said_of
+from kvtier.errors import (
+    MORE_MEMORY,
+    ConfigError,
+    ConfigErrors,
+    KVTierError,
+    describe_error,
+    naming,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -275,7 +282,7 @@ def explain(error: KVTierError | OSError) -> int:
         for each in error.errors:
             warn(str(each))
     else:
-        warn(said_of(error))
+        warn(describe_error(error))
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
 
 

@@ -18,10 +18,10 @@ from kvtier.cli.bench import Measured, Size, measure
 from kvtier.cli.inspect import inspector_of
 from kvtier.config import LoadPolicy, StackConfig, load
 from kvtier.config.loader import machine, rates_folder, stack_of
-from kvtier.cost.rates import KeptRates
+from kvtier.cost.rates import SavedRates
 from kvtier.cost.saved_rates import rates_in
 from kvtier.device.direct.kvikio_driver import probe as probe_gds
-from kvtier.errors import ConfigError, KVTierError, said_of
+from kvtier.errors import ConfigError, KVTierError, describe_error
 from kvtier.inspect import Finding, Level
 from kvtier.interfaces.backend import backend
 from kvtier.settings import Gds, WritePolicy
@@ -124,7 +124,7 @@ def _findings(config: StackConfig) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding(f"{tier} {settings.kind}", Level.BAD, error.problem, error.remedy)
         except OSError as error:  # its disk may be failing: that is no matter of the others
-            what, _, remedy = said_of(error).partition("; ")
+            what, _, remedy = describe_error(error).partition("; ")
             yield Finding(f"{tier} {settings.kind}", Level.BAD, what, remedy)
 
 
@@ -282,7 +282,7 @@ def _model_as_text(facts: str) -> str:
     return " ".join([name, *(each.split(" ")[0].removeprefix("torch.") for each in rest)])
 
 
-def _as_text(kept: KeptRates) -> str:
+def _as_text(kept: SavedRates) -> str:
     """Rates, for people."""
     said = [f"{amounts.duration(max(0.0, time.time() - kept.saved))} old"]
     if (prefill := kept.rates.prefill) is not None:

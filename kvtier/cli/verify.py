@@ -24,7 +24,7 @@ from kvtier.cli.inspect import (
     troubles_of,
 )
 from kvtier.config import load
-from kvtier.errors import KVTierError, MediumInUse, Unsupported, said_of
+from kvtier.errors import KVTierError, MediumInUse, Unsupported, describe_error
 from kvtier.inspect import Block, Proof
 
 app = options.new_app()
@@ -159,7 +159,7 @@ def _repair(inspectors: Inspectors, found: Found, namespace: str) -> tuple[int, 
             except (MediumInUse, Unsupported) as error:
                 left.append(f"{len(blocks)} bad blocks stay: {error}")
             except (KVTierError, OSError) as error:
-                left.append(said_of(error))
+                left.append(describe_error(error))
     for each in inspectors:
         left += each.remove_broken(namespace)
     return repaired, left

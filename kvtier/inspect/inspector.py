@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvtier.errors import ConfigError, KVTierError, Unsupported, said_of
+from kvtier.errors import ConfigError, KVTierError, Unsupported, describe_error
 from kvtier.inspect.contents import (
     Block,
     Cleared,
@@ -108,7 +108,7 @@ class Inspector(ABC, Generic[S]):
         try:
             self._look(depth, uses_of)
         except (KVTierError, OSError) as error:
-            self.contents.troubles.append(said_of(error))
+            self.contents.troubles.append(describe_error(error))
         return self.contents
 
     def _look(self, depth: Depth, uses_of: str | None) -> None:
@@ -176,7 +176,7 @@ class Inspector(ABC, Generic[S]):
         except FileNotFoundError:  # removed since it was listed
             return
         except (KVTierError, OSError) as error:
-            if (said := said_of(error)) not in self.contents.troubles:
+            if (said := describe_error(error)) not in self.contents.troubles:
                 self.contents.troubles.append(said)
 
     # -- what is retained
@@ -234,7 +234,7 @@ class Inspector(ABC, Generic[S]):
         try:
             remove()
         except (KVTierError, OSError) as error:
-            done.kept = said_of(error)
+            done.kept = describe_error(error)
         return done
 
     def forget_troubles(self, begins: str) -> None:

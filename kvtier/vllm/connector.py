@@ -235,23 +235,23 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._idle_requests.forget(name)
         found: tuple[int | None, bool]
         if self._manager.awaits_adapter(name):
-            self._chain.put_off(name)
+            self._chain.defer(name)
             return None, False
         if self._without_hits:
             found = side.get_num_new_matched_tokens(request, num_computed_tokens, 0)
             return found
         state = scheduler.request_state(side, request)
         limit = scheduler.load_limit(state, request, num_computed_tokens)
-        self._chain.asks(name, num_computed_tokens, limit, self._may_lack_blocks(request))
+        self._chain.begin_lookup(name, num_computed_tokens, limit, self._may_lack_blocks(request))
         ends, loading = scheduler.key_positions(state.req_context), scheduler.loading_keys(side)
-        if self._chain.still_waits(name, ends, loading):
-            self._chain.put_off(name)
+        if self._chain.still_deferred(name, ends, loading):
+            self._chain.defer(name)
             return None, False
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found[0] is None:
-            self._chain.put_off(name, loading)
+            self._chain.defer(name, loading)
         else:
-            self._chain.uses(name, ends)
+            self._chain.mark_used(name, ends)
         scheduler.keep_state_at(request, self._chain.junction(name) or 0)
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -35,7 +35,8 @@ _SETTINGS = (
 )
 """kvtier's, and those of vLLM's offloading connector that do not belong to a tier."""
 _ENGINE, _ALONE, _NAMESPACE = "kvtier_engine", "kvtier_alone", "kvtier_namespace"
-_WRITTEN = (*SPEC, _NAMESPACE, _ENGINE, _ALONE)
+_STACK = "kvtier_stack"
+_WRITTEN = (*SPEC, _NAMESPACE, _ENGINE, _ALONE, _STACK)
 """What the connector writes there itself."""
 _IGNORED = {"sync_load_budget_bytes": "requests wait for their loads"}
 """What vLLM's connector could do, and what is done instead: a load must not fail there."""
@@ -94,8 +95,14 @@ def whole_number(extra: Mapping[str, Any], name: str) -> int:
         ) from None
 
 
-def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
-    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline."""
+def read_stack(extra: MutableMapping[str, Any]) -> stack_config.StackConfig:
+    """The stack that `kv_connector_extra_config` names: a YAML file, or the same inline.
+
+    A process reads it once: all parts of an engine see one stack, whatever becomes of the file.
+    """
+    read: stack_config.StackConfig | None = extra.get(_STACK)
+    if read is not None:
+        return read
     source = extra.get("stack")
     if not isinstance(source, str | Mapping):
         raise ConfigError(
@@ -103,7 +110,8 @@ def read_stack(extra: Mapping[str, Any]) -> stack_config.StackConfig:
             "is missing" if source is None else f"is {source!r}",
             "give the path of a stack's YAML file, or its content as JSON",
         )
-    return stack_config.load(source)
+    extra[_STACK] = stack_config.load(source)
+    return read_stack(extra)
 
 
 def write_namespace(extra: dict[str, Any], namespace: Namespace) -> None:

@@ -68,7 +68,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         ranks = config.parallel.world_size
         costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
-            self.extra_config["stack"],
+            stack,
             namespace,
             serving=True,
             costs=costs,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.chain.hits import Room, Shape, asked, columns, needed, stops
+from kvtier.chain.hits import HitRoom, Shape, asked, columns, needed, stops
 from kvtier.chain.plan import COMING, NOWHERE
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
@@ -200,7 +200,7 @@ class WaitingPrefetches:
             return keys[:lead], first * tokens, (first + lead) * tokens
         spans = state.spans(shapes, self._group_bytes)
         places_by_group = columns(spans, start, self._chain.locate(asked(spans, start)))
-        room = Room(_NO_LIMIT, (), self._chain.reservations.slotless, {})
+        room = HitRoom(_NO_LIMIT, (), self._chain.reservations.slotless, {})
         found, _ = stops(spans, places_by_group, start, waits.limit, room)
         if not found:
             return [], start, start

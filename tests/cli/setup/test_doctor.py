@@ -23,7 +23,7 @@ from kvtier.cli.doctor import check_gds, check_machine, check_order, check_rates
 from kvtier.cli.inspect import inspector_of
 from kvtier.config import LoadPolicy, RateSettings, StackConfig, load
 from kvtier.config.loader import rate_owner
-from kvtier.cost.rates import KeptLink, KeptPrefill, Rates
+from kvtier.cost.rates import Rates, SavedLink, SavedPrefill
 from kvtier.cost.saved_rates import RatesFile
 from kvtier.inspect import Finding, Level
 from kvtier.system import memory as room
@@ -76,7 +76,7 @@ def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> 
     }
     facts |= {"model_config": "0123456789abcdef" * 2, "quantization": "None,None"}
     owner, folder = rate_owner(config, facts), tmp_path / "rates"
-    rates = Rates({"nvme": KeptLink(0.0005, 0.5)}, KeptPrefill(0.025, 0.0, 8192))
+    rates = Rates({"nvme": SavedLink(0.0005, 0.5)}, SavedPrefill(0.025, 0.0, 8192))
     RatesFile(folder, owner).write(rates)
     RatesFile(folder, msgspec.structs.replace(owner, stack="another")).write(rates)
     config = msgspec.structs.replace(config, rates=RateSettings(path=str(folder)))

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, Run
+from kvtier.cost.rates import DEVICE, LoadRun
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.requests import Requests
 from support.processes.clocks import Clock
@@ -280,7 +280,7 @@ def model(engine: Engine, request: Request, blocks: int) -> int:
     """The cost model, told what vLLM's connector tells it."""
     engine.engine_load.tell()
     first = request.start // CHUNK
-    return engine.model.admit([Run(DEVICE, blocks, blocks * CHUNK_BYTES)], CHUNK, first * CHUNK)
+    return engine.model.admit([LoadRun(DEVICE, blocks, blocks * CHUNK_BYTES)], CHUNK, first * CHUNK)
 
 
 def turns(users: int) -> list[list[tuple[int, int]]]:

@@ -227,6 +227,12 @@ class TestInit:
             (["--folder", "~nobody.has.this.name/kv"], "--folder: there is no home"),
             (["x.yaml", "--folder", "x.yaml"], "--folder: that is the stack file itself"),
             (["x.yaml", "--folder", __file__], "--folder: that is a file; name a folder"),
+            (
+                ["x.yaml", "--memory", "900TiB"],
+                "--memory: 900TiB is more than the",
+            ),
+            (["x.yaml", "--memory", "1KiB"], "--memory: 1KiB holds not one block"),
+            (["x.yaml", "--disk", "900TiB", "--folder", "kv"], "--disk: 900TiB is more than the"),
         ],
     )
     def test_places_that_cannot_be_meant(

@@ -16,7 +16,7 @@ from statistics import mean
 import pytest
 
 from kvtier.cost.model import CostModel, CostSettings
-from kvtier.cost.rates import Run
+from kvtier.cost.rates import LoadRun
 from kvtier.vllm.deferrals import LoadDeadlines
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.requests import Event, Requests
@@ -68,7 +68,7 @@ class Server:
     waiting: deque[Request] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        alone = CostSettings(crowd_max=1.0)
+        alone = CostSettings(waiting_requests_max=1.0)
         settings = None if self.policy in ("waiting", "all") else alone
         self.model = CostModel(settings, clock=lambda: self.now)
         self.model.observe_prefill(STEP_TOKENS, STEP_TOKENS / TOKENS_A_SECOND)
@@ -172,7 +172,7 @@ class Server:
             self.model.observe_waiting(self.requests.behind)
             if self.tells:
                 self.engine_load.tell()
-            run = Run("far", request.hit, request.hit * BLOCK_BYTES)
+            run = LoadRun("far", request.hit, request.hit * BLOCK_BYTES)
             request.taken = self.model.admit([run], BLOCK_TOKENS)
         return request.taken
 

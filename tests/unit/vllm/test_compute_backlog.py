@@ -8,7 +8,7 @@ from support.scheduler.asking import FULL, manager, stored
 
 from kvtier import Stack
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, PAGEABLE, Run
+from kvtier.cost.rates import DEVICE, PAGEABLE, LoadRun
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.protocol import Report
 from kvtier.vllm.requests import Requests
@@ -66,7 +66,7 @@ def test_a_load_that_ends_before_the_engine_would_have_come_to_it_costs_nothing(
     for _ in range(20):
         costs.observe_load("far", 1 << 24, 4.0)
     costs._link("far").next_probe = float("inf")
-    hit = [Run("far", 1, 1 << 24)]
+    hit = [LoadRun("far", 1, 1 << 24)]
     assert costs.admit(hit, TOKENS) == 0, "four seconds against one"
     costs._link("far").refusing = costs._link(DEVICE).refusing = False
     costs.observe_queue(1.0, 1.5)

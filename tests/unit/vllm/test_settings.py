@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,18 @@ def test_a_flag_is_true_or_false() -> None:
 def test_there_must_be_a_stack(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="give the path of a stack's YAML file"):
         read_stack(extra)
+
+
+def test_a_stack_file_is_read_once(tmp_path: Path) -> None:
+    """All that a process opens is of one stack, though somebody edits the file meanwhile."""
+    file = tmp_path / "stack.yaml"
+    tier = f"{{kind: cpu, path: {tmp_path}, capacity: 4MiB}}"
+    file.write_text(f"{{version: 1, tiers: [{tier}]}}")
+    extra: dict[str, Any] = {"stack": str(file)}
+    stack = read_stack(extra)
+    file.unlink()
+    assert read_stack(extra) is stack
+    assert unread(extra) == []
 
 
 def test_a_stack_may_be_written_out(tmp_path: Path) -> None:

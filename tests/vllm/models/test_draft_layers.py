@@ -96,5 +96,5 @@ def test_what_is_kept_beside_a_drafter_is_found(
             skip_reading_prefix_cache=False,
         )
         scheduler.on_new_request(request)
-        asked.chain_manager.asks("r", 0, request.num_tokens, scarce=False)
+        asked.chain_manager.begin_lookup("r", 0, request.num_tokens, scarce=False)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (found, True)

@@ -15,7 +15,7 @@ import pytest
 from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import Run
+from kvtier.cost.rates import LoadRun
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
@@ -110,7 +110,7 @@ def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
         costs.observe_prefill(2048, 0.5)
         for _ in range(2):
             costs.observe_load("tape", 1 << 20, 8.0)
-        assert costs.admit([Run("tape", 4, 4 << 20)], 16) < 4
+        assert costs.admit([LoadRun("tape", 4, 4 << 20)], 16) < 4
         now[0] += 1
         then = meter.read().reduce()
         assert then["kvtier:prefill_tokens_per_second"] == pytest.approx(4096)

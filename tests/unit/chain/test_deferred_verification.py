@@ -95,7 +95,7 @@ def test_what_its_reader_or_the_mover_has_proved_is_not_proved_again(rig: ChainR
     assert corrupt(rig) == [1, 0, 0], "as the mover proved it when it was written down"
     transfer, _ = rig.chain._ledger.carry(0, 1, KEYS[:1], FAR)
     assert transfer is not None
-    assert not rig.chain._ledger.unproved.any_of(KEYS[:2])
+    assert not rig.chain._ledger.deferred_verification.any_of(KEYS[:2])
 
 
 def test_what_outlived_an_earlier_process_is_proved_before_it_is_written_down(
@@ -108,16 +108,16 @@ def test_what_outlived_an_earlier_process_is_proved_before_it_is_written_down(
 
 
 def test_nothing_is_remembered_of_what_host_memory_holds_no_more(rig: ChainRig) -> None:
-    unproved = rig.chain._ledger.unproved
+    deferred_verification = rig.chain._ledger.deferred_verification
     rig.put(2, KEYS[:12])
     for at in range(0, 12, 4):
         rig.chain.end_load(load(rig, KEYS[at : at + 4]))
         rig.settle()
-        assert not unproved.any_of(KEYS[:at])
+        assert not deferred_verification.any_of(KEYS[:at])
     rig.tiers[1].forget(KEYS[:12])
     rig.chain.end_load(load(rig, KEYS[:4]))
     rig.chain.forget(KEYS[:1])
-    assert not unproved.any_of(KEYS[:1])
+    assert not deferred_verification.any_of(KEYS[:1])
     load(rig, KEYS[4:8], land=False)
     rig.chain.clear()
-    assert not unproved.any_of(KEYS)
+    assert not deferred_verification.any_of(KEYS)

@@ -15,11 +15,11 @@ from kvtier.cost.rates import (
     BYTES_MAX,
     DEVICE,
     PAGEABLE,
-    KeptLink,
-    KeptPrefill,
+    LoadRun,
     Owner,
     Rates,
-    Run,
+    SavedLink,
+    SavedPrefill,
     decode,
     encode,
 )
@@ -28,8 +28,8 @@ from kvtier.cost.saved_rates import FILES_MAX, RateKeeper, RatesFile, rates_in
 GIB = 1 << 30
 OWNER = Owner("this machine", "a device", "a model", "a stack")
 RATES = Rates(
-    {"nvme": KeptLink(0.001, 0.7), DEVICE: KeptLink(0.0001, 0.02), PAGEABLE: KeptLink(0.0, 0.1)},
-    KeptPrefill(0.025, 0.0001, 8192),
+    {"nvme": SavedLink(0.001, 0.7), DEVICE: SavedLink(0.0001, 0.02), PAGEABLE: SavedLink(0.0, 0.1)},
+    SavedPrefill(0.025, 0.0001, 8192),
 )
 CHUNK, CHUNK_BYTES = 256, 32 << 20
 
@@ -86,7 +86,7 @@ def test_what_no_longer_holds_is_learned_anew_within_a_few_samples() -> None:
 
 def test_the_first_hit_after_a_start_is_no_gamble() -> None:
     """A disk of a third of the engine's speed: without word of that, all of the hit is taken."""
-    hit = [Run("nvme", 32, 32 * CHUNK_BYTES)]
+    hit = [LoadRun("nvme", 32, 32 * CHUNK_BYTES)]
     clock = Clock()
     assert CostModel(clock=clock).admit(hit, CHUNK) == 32
     slow = recalled(taught(clock).latest, clock)
@@ -95,14 +95,14 @@ def test_the_first_hit_after_a_start_is_no_gamble() -> None:
     fast = recalled(taught(clock, disk=14e9).latest, clock)
     assert fast.admit(hit, CHUNK) == 32
     near = recalled(taught(clock).latest, clock)
-    assert near.admit([Run(DEVICE, 32, 32 * CHUNK_BYTES)], CHUNK) == 32
+    assert near.admit([LoadRun(DEVICE, 32, 32 * CHUNK_BYTES)], CHUNK) == 32
 
 
 def test_those_who_wait_count_where_a_link_is_known_from_before() -> None:
     clock = Clock()
     model = recalled(taught(clock).latest, clock)
     model.observe_waiting(5)
-    assert model.admit([Run("nvme", 32, 32 * CHUNK_BYTES)], CHUNK) == 32
+    assert model.admit([LoadRun("nvme", 32, 32 * CHUNK_BYTES)], CHUNK) == 32
 
 
 def test_files_are_for_their_owner_and_only_one_of_each(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_files_are_for_their_owner_and_only_one_of_each(tmp_path: Path) -> None:
         encode(OWNER, RATES).replace(b"0.025", b"0"),
         encode(OWNER, RATES).replace(b'"version": 1', b'"version": 2'),
         encode(OWNER, RATES).replace(b'"nvme"', b'"nv\\nme"'),
-        encode(OWNER, Rates(dict.fromkeys(map(str, range(33)), KeptLink(0.0, 0.1)))),
+        encode(OWNER, Rates(dict.fromkeys(map(str, range(33)), SavedLink(0.0, 0.1)))),
         encode(OWNER, RATES) + b" " * BYTES_MAX,
     ],
     ids=[
@@ -157,9 +157,11 @@ def test_nothing_else_is_believed(
 
 def test_numbers_at_the_ends_of_their_ranges_break_nothing() -> None:
     for seconds in (0.0, 3600.0):
-        links = {"nvme": KeptLink(seconds, seconds), DEVICE: KeptLink(seconds, seconds)}
-        model = recalled(Rates(links, KeptPrefill(1e-300, seconds, 1)), Clock())
-        assert model.admit([Run("nvme", 4, 4 << 20), Run(DEVICE, 4, 4 << 20)], CHUNK) in range(9)
+        links = {"nvme": SavedLink(seconds, seconds), DEVICE: SavedLink(seconds, seconds)}
+        model = recalled(Rates(links, SavedPrefill(1e-300, seconds, 1)), Clock())
+        assert model.admit(
+            [LoadRun("nvme", 4, 4 << 20), LoadRun(DEVICE, 4, 4 << 20)], CHUNK
+        ) in range(9)
         for _ in range(3):
             model.observe_load("nvme", 1 << 20, 0.001)
             model.observe_prefill(2048, 0.1)
