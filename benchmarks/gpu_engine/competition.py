@@ -12,11 +12,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_engine import contestants
-from benchmarks.gpu_engine.contestants import KVTIER, TIERING, WITHOUT, Places
+from benchmarks.gpu_engine.contestants import KVTIER, TIERING, WITHOUT, Places, Scale
 from benchmarks.gpu_engine.engines import Engine, EngineFailed
-from benchmarks.gpu_engine.results import Results, Row
-from benchmarks.gpu_engine.scale import Scale
-from benchmarks.gpu_engine.stages import Deadline
+from benchmarks.gpu_engine.results import Deadline, Results, Row
 
 Prompt = tuple[int, int]
 """A seed, and a length."""

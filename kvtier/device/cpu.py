@@ -3,7 +3,7 @@
 Each byte is read once: kernels for the processor copy records and take their checksums in one pass
 (`host_kernels`), all records of a load's batch in one call. Where there are none, one strided copy
 moves the pages of all layers of neighbouring blocks at once, at the speed of a plain memmove and
-without Python's lock, in strips that are added to the checksum right after, while the processor's
+without the GIL, in strips that are added to the checksum right after, while the processor's
 caches hold them. If the checksum of a large record is wrong in the end, the load has failed, and
 the engine computes what the pages should hold; a small one is proved first.
 """

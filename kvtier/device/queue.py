@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 20.0
 """The engine's thread waits no longer for a copier's threads to end."""
 LOCK_KEPT_S = 2e-4
-"""For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
+"""For so long the engine's thread keeps the GIL while one of a copier's waits for it. These
 need it several times for each batch, and briefly (docs/how_it_works/gpu.md)."""
 
 

@@ -25,7 +25,7 @@ import msgspec
 
 from kvtier.types import BlockKey, EventKind, TierEvent, group_of
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.hooks.event_tracker import (
+from kvtier.vllm.hooks.interfaces import (
     BlockRemoved,
     BlockStored,
     extra_keys,

@@ -172,7 +172,7 @@ def by_one_buffer(
 
 
 def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
-    """Each time gives Python's lock away."""
+    """Each time gives the GIL away."""
     _pool, layout, host, job = setting()
     _device, job_queue, path, stage = by_one_buffer(layout, host)
     asked = 0

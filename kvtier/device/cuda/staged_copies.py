@@ -240,7 +240,7 @@ def _reach(batch: Batch, clock: Callable[[], float]) -> None:
 
     By this thread, not by the stream: streams share a few queues of the device, where what waits
     holds up what comes behind it, other batches as well as the engine's own work. Once for each
-    job, because asking gives Python's lock away.
+    job, because asking gives the GIL away.
     """
     if not batch.work.reached:
         with batch.busy.waiting(len(batch.rows), clock):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-STAGES = ["bare speeds", "without", "kvtier", "matrix"]
+STAGES = ["without", "kvtier", "matrix"]
 
 
 def test_the_run_is_whole_and_answers_are_equal(tmp_path: Path) -> None:

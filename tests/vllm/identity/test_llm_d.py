@@ -124,7 +124,7 @@ def on_device(number: int) -> Any:
     """vLLM's own event of a prompt of `chunk_of`, whole."""
     from vllm.distributed.kv_events import BlockStored
 
-    from kvtier.vllm.hooks.event_tracker import maybe_convert_block_hash
+    from kvtier.vllm.hooks.interfaces import maybe_convert_block_hash
 
     request, *_ = chunk_of(number)
     hashes = [maybe_convert_block_hash(each) for each in request.block_hashes]

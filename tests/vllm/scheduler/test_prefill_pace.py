@@ -25,7 +25,7 @@ def test_a_step_that_computes_a_prompt_ends_with_itself(
 def test_an_engine_that_waits_for_a_load_does_not_spin(
     world: World, model: Callable[..., Path]
 ) -> None:
-    """Within its caller's process it would take Python's lock from the threads that load."""
+    """Within its caller's process it would take the GIL from the threads that load."""
     paced: dict[str, Any] = {"host": HOST.with_name("paced.py")}
     stack = world.stack(load_deadline="10min") | {"mover": {"mode": "threads"}}
     with world.engine(model("llama"), stack=stack, **paced) as engine:
