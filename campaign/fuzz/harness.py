@@ -191,6 +191,9 @@ class Bounds:
         if event in ("open", "os.truncate") and not isinstance(path, str | bytes | os.PathLike):
             return  # a descriptor that is open already
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else event
+        if text.startswith("/proc/self/fd/"):  # a name in a folder that is open
+            text = str(Path(text).parent.resolve())
         mine = text.startswith((self._folder, sys.prefix, sys.base_prefix))
+        mine = mine or (bool(text.strip(".")) and "/" not in text)  # likewise
         if not mine and not text.endswith((".py", ".pyc")):  # an import, at a first use
             self._touched = f"{event} {text}"

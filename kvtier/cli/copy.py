@@ -52,7 +52,7 @@ IntoOption = Annotated[
 ]
 
 
-class Wanted(msgspec.Struct, kw_only=True):
+class Wanted(msgspec.Struct):
     """Which blocks are to be copied, and how fast."""
 
     namespace: str | None
@@ -95,14 +95,7 @@ def copy(
     again. Exit code 1 if something could not be copied, or if a store that is named has nothing.
     """
     options.only_with("--prompts", prompts, model=model)
-    wanted = Wanted(
-        namespace=namespace,
-        size=size,
-        hottest=hottest,
-        rate=rate,
-        prompts=prompts,
-        model=model,
-    )
+    wanted = Wanted(namespace, size, hottest, rate, prompts, model)
     _copy(source, target, wanted, tier=tier, into=into, as_json=json)
 
 
@@ -137,14 +130,7 @@ def prewarm(
     code 1 if something could not be copied.
     """
     options.only_with("--prompts", prompts, model=model)
-    wanted = Wanted(
-        namespace=namespace,
-        size=size,
-        hottest=hottest,
-        rate=rate,
-        prompts=prompts,
-        model=model,
-    )
+    wanted = Wanted(namespace, size, hottest, rate, prompts, model)
     _copy(str(config) if source is None else source, str(config), wanted, into=into, as_json=json)
 
 
@@ -173,7 +159,7 @@ def snapshot(
     The stack may be in use: a running engine does not notice. Exit code 1 if something could not be
     copied.
     """
-    wanted = Wanted(namespace=namespace, size=size, hottest=hottest, rate=rate)
+    wanted = Wanted(namespace, size, hottest, rate)
     to_store = str(config) if target is None else target
     _copy(str(config), to_store, wanted, to_its_store=True, as_json=json)
 

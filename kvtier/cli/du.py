@@ -29,9 +29,8 @@ def du(
     full, "x" quarantined.
 
     Used is what the blocks take; allocated are the files and memory in which they lie, and these
-    count against the capacity. It reads from
-    outside: a running engine does not notice. What could not be read is "unknown" (null in JSON),
-    and the exit code is 1 then.
+    count against the capacity. It reads from outside: a running engine does not notice. What could
+    not be read is "unknown" (null in JSON), and the exit code is 1 then.
     """
     stack = load(config, to_write=False)
     inspectors = look(stack, options.tier_of(tier, stack), uses_of="")

@@ -81,7 +81,7 @@ def test_what_a_locale_lacks(
     assert "not kvtier's: \\xfe (1 in all)" in done.out
     assert ("█" in done.out) == encoding.startswith("utf")
     if encoding == "ascii":
-        assert "######" in done.out
+        assert "#" in done.out
         assert "......" in done.out
     (nvme,) = json.loads(command("du", "-t", "nvme", "--json", "-c", filled).out)
     assert os.fsencode(nvme["strangers"][0]) == b"\xfe"

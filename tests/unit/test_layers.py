@@ -57,8 +57,8 @@ GUARDS = {
     "kvtier/system/calls.py": "what a thread raises ends no wait for it",
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
     "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
-    "backends/object/client/credentials.py": "credentials come from programs of the user's",
-    "backends/object/client/signer.py": "likewise, by way of botocore's client",
+    "backends/object/stores/credentials.py": "credentials come from programs of the user's",
+    "backends/object/stores/bucket_store.py": "obstore's errors have no base of their own",
 }
 """The files that may catch whatever is raised, and why."""
 

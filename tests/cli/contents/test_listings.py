@@ -10,6 +10,8 @@ import pytest
 from support.processes.cli_world import command, every_kind
 
 from kvtier import Stack
+from kvtier.amounts import size
+from kvtier.record.record import record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -71,6 +73,14 @@ def test_json(words: list[str], filled: Path) -> None:
     done = command(*words, "-c", filled, "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)
+
+
+def test_what_is_used_is_told_from_what_is_allocated(filled: Path) -> None:
+    (nvme,) = json.loads(command("du", "-c", filled, "-t", "nvme", "--json").out)
+    assert nvme["used"] == 8 * record_bytes(NAMESPACE.payload_bytes)
+    assert nvme["used"] < nvme["allocated"] <= nvme["capacity"]
+    said = command("du", "-c", filled, "-t", "nvme").said
+    assert f"used {size(nvme['used'])} by 8 blocks allocated {size(nvme['allocated'])}" in said
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "{id}"], ["ls", "{id}", "--json"]])

@@ -14,8 +14,8 @@ import pytest
 from support.processes.cli_world import command
 
 from kvtier.backends.cpu import huge_page_support
-from kvtier.backends.object.client import deletes
 from kvtier.backends.object.inspection import checks as check_store
+from kvtier.backends.object.stores import bucket_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli import doctor as checks
@@ -343,7 +343,7 @@ def test_a_store_that_refuses_to_delete_several_at_once_is_found_out(
 
     class Refusing(FileStore):
         def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-            if len(names) > deletes._FEW:
+            if len(names) > bucket_store._FEW:
                 raise AccessDenied("no POST here")
             return super().delete(names, **more)
 

@@ -175,10 +175,10 @@ def test_temporary_files_that_are_not_ours_to_remove(
 
     unlink = os.unlink
 
-    def refuse(path: str | Path) -> None:
-        if str(path) == str(torn):
+    def refuse(path: str | Path, **at: int) -> None:
+        if Path(path).name == torn.name:
             raise PermissionError(1, "Operation not permitted", str(path))
-        unlink(path)
+        unlink(path, **at)
 
     keeper, tier = created(store)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import pytest
 from support.scheduler.simulated import simulate
 
 from benchmarks.eviction.replay import replay
-from kvtier import amounts as human
+from kvtier import amounts
 from kvtier.cli.expectations import read_shape, shape_of
 from kvtier.cli.trace_simulation import Request, TierPlan
 from kvtier.errors import ConfigError
@@ -19,7 +19,7 @@ from kvtier.eviction import create_policy
 from kvtier.settings import Admission, WritePolicy
 
 
-class TestHuman:
+class TestAmounts:
     @pytest.mark.parametrize(
         ("number", "text"),
         [
@@ -32,7 +32,7 @@ class TestHuman:
         ],
     )
     def test_sizes(self, number: int, text: str) -> None:
-        assert human.size(number) == text
+        assert amounts.size(number) == text
 
     @pytest.mark.parametrize(
         ("seconds", "text"),
@@ -46,22 +46,22 @@ class TestHuman:
         ],
     )
     def test_durations(self, seconds: float, text: str) -> None:
-        assert human.duration(seconds) == text
+        assert amounts.duration(seconds) == text
 
     def test_rates_counts_and_shares(self) -> None:
-        assert human.rate(2.5e9) == "2.5 GB/s"
-        assert human.rate(80e6) == "80 MB/s"
-        assert human.rate(999.9e6) == "1 GB/s"
-        assert human.rate(2000) == "2 KB/s"
-        assert human.count(999) == "999"
-        assert human.count(999_900) == "1M"
-        assert human.count(1_500_000) == "1.5M"
-        assert human.share(1, 3) == "33.3%"
-        assert human.share(1, 0) == "-"
+        assert amounts.rate(2.5e9) == "2.5 GB/s"
+        assert amounts.rate(80e6) == "80 MB/s"
+        assert amounts.rate(999.9e6) == "1 GB/s"
+        assert amounts.rate(2000) == "2 KB/s"
+        assert amounts.count(999) == "999"
+        assert amounts.count(999_900) == "1M"
+        assert amounts.count(1_500_000) == "1.5M"
+        assert amounts.share(1, 3) == "33.3%"
+        assert amounts.share(1, 0) == "-"
 
     @pytest.mark.parametrize("part", [0, 1, 37, 99, 100, 250])
     def test_a_bar_has_its_width(self, part: int) -> None:
-        assert len(human.bar(part, 100, 13)) == 13
+        assert len(amounts.bar(part, 100, 13)) == 13
 
 
 LLAMA = {

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,25 +18,21 @@ from support.object.object_servers import (
     pass_on,
 )
 
-from kvtier.backends.object.client import deletes, parallel_requests
-from kvtier.backends.object.client.http.sockets import Timeouts
-from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
+from kvtier.backends.object.stores import bucket_store, errors
+from kvtier.backends.object.stores import store as store_module
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
 from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
-from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
 
 pytestmark = pytest.mark.s3
 
-MANY = deletes._SINGLE_BATCH + 8
+MANY = bucket_store._SINGLE_BATCH + 8
 REFUSALS = {
     "not implemented": answer(501, error_body("NotImplemented")),
     "not implemented, says a proxy": answer(501, b"<html>no</html>"),
     "not allowed": answer(405, error_body("MethodNotAllowed")),
-    "invalid argument": answer(400, error_body("InvalidArgument")),
-    "invalid request": answer(400, error_body("InvalidRequest")),
     "malformed": answer(400, error_body("MalformedXML")),
     "another checksum, please": answer(400, error_body("MissingContentMD5")),
     "too large, says a proxy": answer(413),
@@ -81,7 +74,7 @@ class Front:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> None:
-    deletes._log_once.cache_clear()
+    bucket_store._log_once.cache_clear()
 
 
 @pytest.fixture
@@ -96,7 +89,7 @@ def server(front: Front) -> Iterator[HostileServer]:
 
 
 @pytest.fixture
-def store(server: HostileServer, opened: Opener, request: pytest.FixtureRequest) -> S3Store:
+def store(server: HostileServer, opened: Opener, request: pytest.FixtureRequest) -> BucketStore:
     return opened(endpoint=server.endpoint, prefix=f"deletes/{request.node.name[:40].strip('[')}")
 
 
@@ -137,37 +130,21 @@ def test_refused_bulk_deletes_are_done_singly(
 
 
 def test_a_page_that_comes_once_in_between_is_not_believed(
-    front: Front, store: S3Store, caplog: pytest.LogCaptureFixture
+    front: Front, store: BucketStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = filled(store, 30)
     for said, some in ((None, names[:10]), (REFUSALS["a page"], names[10:20]), (None, names[20:])):
         front.bulk = said
         assert store.delete(some) == {}
     assert (left(store), front.asked, front.singles) == ([], 3, 10)
-    assert store.deletes_at_once > deletes._SINGLE_BATCH
+    assert store.deletes_at_once > bucket_store._SINGLE_BATCH
     assert complaints(caplog) == []
-
-
-def test_a_store_that_insists_on_md5_is_deleted_from_in_bulk(opened: Opener) -> None:
-    """As botocore sent it until 2025."""
-
-    def serve(peer: Peer, head: bytes) -> None:
-        digest = base64.b64encode(hashlib.md5(peer.read_body(head)).digest())
-        stated = re.search(rb"content-md5: (\S+)", head, re.IGNORECASE)
-        good = stated and stated.group(1) == digest and b"content-md5;" in head
-        refused = answer(400, error_body("MissingContentMD5"))
-        peer.sendall(answer(200, b"<DeleteResult/>") if good else refused)
-
-    with HostileServer(serve) as server:
-        store = opened(endpoint=server.endpoint)
-        assert store.delete([f"n{index}" for index in range(9)]) == {}
-        assert [head[:5] for head in server.heads] == [b"POST "]
 
 
 @pytest.mark.parametrize("said", [(403, "AccessDenied"), (503, "SlowDown"), (500, "InternalError")])
 def test_what_is_no_refusal_of_bulk_deletes_is_not_taken_for_one(
     front: Front,
-    store: S3Store,
+    store: BucketStore,
     caplog: pytest.LogCaptureFixture,
     said: tuple[int, str],
 ) -> None:
@@ -186,7 +163,7 @@ def test_what_is_no_refusal_of_bulk_deletes_is_not_taken_for_one(
 
 
 def test_where_nothing_may_be_deleted_it_is_not_remembered(
-    front: Front, store: S3Store, caplog: pytest.LogCaptureFixture
+    front: Front, store: BucketStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = filled(store, 10)
     front.single = lambda: answer(403, error_body("AccessDenied"))
@@ -197,15 +174,17 @@ def test_where_nothing_may_be_deleted_it_is_not_remembered(
     assert (front.asked, complaints(caplog)) == (2, [])
 
 
-def test_an_endpoint_that_is_wrong_altogether_says_so(front: Front, store: S3Store) -> None:
+def test_an_endpoint_that_is_wrong_altogether_says_so(front: Front, store: BucketStore) -> None:
     front.single = lambda: REFUSALS["not implemented"]
     with pytest.raises(errors.WrongEndpoint, match="501 NotImplemented"):
         store.delete([f"d/{index}" for index in range(10)])
 
 
-def test_single_deletes_go_side_by_side_but_not_all_at_once(front: Front, store: S3Store) -> None:
-    names = filled(store, 3 * parallel_requests._THREADS)
-    together = threading.Barrier(parallel_requests._THREADS)
+def test_single_deletes_go_side_by_side_but_not_all_at_once(
+    front: Front, store: BucketStore
+) -> None:
+    names = filled(store, 3 * store_module._PARALLEL)
+    together = threading.Barrier(store_module._PARALLEL)
     lock, under_way, most = threading.Lock(), 0, 0
 
     def wait() -> None:
@@ -219,12 +198,12 @@ def test_single_deletes_go_side_by_side_but_not_all_at_once(front: Front, store:
 
     front.single = wait
     assert store.delete(names, deadline=time.monotonic() + 60) == {}
-    assert most == parallel_requests._THREADS
+    assert most == store_module._PARALLEL
     assert left(store) == []
 
 
 def test_a_deadline_holds_for_all_of_them(
-    front: Front, server: HostileServer, store: S3Store
+    front: Front, server: HostileServer, store: BucketStore
 ) -> None:
     names = filled(store, 20)
 
@@ -238,7 +217,7 @@ def test_a_deadline_holds_for_all_of_them(
 
 
 def test_where_no_thread_can_be_started_it_is_weather(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
+    store: BucketStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = filled(store, 10)
     start = threading.Thread.start
@@ -260,9 +239,8 @@ def guarded(server: HostileServer, prefix: str) -> Store:
     """With the breaker that the first failure opens."""
     return open_store(
         f"s3://bucket/deletes/{prefix}",
-        S3Settings(endpoint=server.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
-        retry=RetryPolicy(attempts=1),
-        breaker=BreakerPolicy(failures=1),
+        BucketSettings(endpoint=server.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
+        retry=RetryPolicy(attempts=1, failures=1),
     )
 
 
@@ -270,11 +248,11 @@ def test_the_circuit_stays_closed_and_only_few_are_tried_in_vain(
     front: Front, server: HostileServer
 ) -> None:
     store = guarded(server, "circuit")
-    assert store.deletes_at_once == deletes._SINGLE_BATCH, "nobody knows yet"
+    assert store.deletes_at_once == bucket_store._SINGLE_BATCH, "nobody knows yet"
     names = filled(store, MANY)
     assert store.delete(names) == {}
     assert (left(store), front.asked) == ([], 1)
-    assert store.deletes_at_once == deletes._SINGLE_BATCH
+    assert store.deletes_at_once == bucket_store._SINGLE_BATCH
     store.close()
 
 
@@ -286,4 +264,104 @@ def test_where_bulk_deletes_work_the_next_are_a_thousand(
     names = filled(store, MANY)
     assert store.delete([*names, *(f"d/none-{index}" for index in range(1000))]) == {}
     assert (left(store), front.asked, front.singles) == ([], 3, 0)
+    store.close()
+
+
+@pytest.fixture
+def scripted() -> Iterator[HostileServer]:
+    """With no server behind it."""
+    with HostileServer(lambda peer, head: peer.cut()) as server:
+        yield server
+
+
+@pytest.mark.parametrize("page", [b"404 page not found", b""])
+def test_what_a_proxy_does_not_find_is_not_gone(
+    scripted: HostileServer, opened: Opener, page: bytes
+) -> None:
+    """One that does not know for now where the store is says so of each object."""
+
+    def serve(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(404, page))
+
+    scripted.script = serve
+    store = opened(endpoint=scripted.endpoint)
+    for count in (1, 9):
+        with pytest.raises(errors.WrongEndpoint, match="404"):
+            store.delete([f"n{index}" for index in range(count)])
+
+
+@pytest.mark.parametrize("code", ["NoSuchKey", "NotFound"])
+def test_what_the_store_does_not_find_is_gone(
+    scripted: HostileServer, opened: Opener, code: str
+) -> None:
+    scripted.script = lambda peer, head: peer.sendall(answer(404, error_body(code)))
+    assert opened(endpoint=scripted.endpoint).delete(["n0"]) == {}
+
+
+def test_an_object_that_may_not_be_deleted_keeps_no_other_there(
+    scripted: HostileServer, opened: Opener
+) -> None:
+    """A few are deleted one by one."""
+
+    def serve(peer: Peer, head: bytes) -> None:
+        held = b"/n1 " in head
+        peer.sendall(answer(403, error_body("AccessDenied")) if held else answer(204))
+
+    scripted.script = serve
+    failed = opened(endpoint=scripted.endpoint).delete(["n0", "n1", "n2"])
+    assert [*failed] == ["n1"]
+    assert isinstance(failed["n1"], errors.AccessDenied)
+    assert len(scripted.heads) == 3
+
+
+REFUSED_DELETE = (
+    "<DeleteResult><Error><Key>{}</Key><Code>{}</Code><Message>m</Message></Error></DeleteResult>"
+)
+
+
+def test_a_bulk_delete_says_what_was_not_deleted(scripted: HostileServer, opened: Opener) -> None:
+    """One word of a failure, and each object is asked for by itself."""
+    store = opened(endpoint=scripted.endpoint)
+    names = [f"n{index}" for index in range(9)]
+    said = "AccessDenied"
+
+    def serve(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        if head.startswith(b"POST"):
+            peer.sendall(answer(200, REFUSED_DELETE.format("n3", said).encode()))
+        elif b"/n3 " in head:
+            status = 404 if said == "NoSuchKey" else 403
+            peer.sendall(answer(status, error_body(said)))
+        else:
+            peer.sendall(answer(204))
+
+    scripted.script = serve
+    assert [*store.delete(names)] == ["n3"]
+    said = "NoSuchKey"
+    assert not store.delete(names), "some servers call that an error"
+
+
+def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
+    scripted: HostileServer,
+) -> None:
+    """Said of one of them, it is no more a refusal of that one than of all."""
+    deleted = "".join(f"<Deleted><Key>n{index}</Key></Deleted>" for index in range(9))
+    answers = [
+        REFUSED_DELETE.format("n3", "SlowDown"),
+        f"<DeleteResult>{deleted}</DeleteResult>",
+    ]
+
+    def serve(peer: Peer, head: bytes) -> None:
+        peer.read_body(head)
+        peer.sendall(answer(200, answers.pop(0).encode()))
+
+    scripted.script = serve
+    store = open_store(
+        "s3://bucket",
+        BucketSettings(endpoint=scripted.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
+        retry=RetryPolicy(attempts=3, base_s=0.0),
+    )
+    assert store.delete([f"n{index}" for index in range(9)]) == {}
+    assert not answers
     store.close()

@@ -1,7 +1,7 @@
 """Conformance of any S3 endpoint: set KVTIER_TEST_ENDPOINT, and credentials as AWS tools take them.
 
     KVTIER_TEST_ENDPOINT=https://... KVTIER_TEST_BUCKET=scratch \\
-        pytest tests/object/client/test_any_endpoint.py
+        pytest tests/object/stores/test_any_endpoint.py
 
 Without an endpoint this file is not collected. Everything is written below a prefix of its own.
 `tests/object/radosgw.sh` starts a Ceph gateway.
@@ -19,9 +19,8 @@ import pytest
 from support.object.object_subjects import BucketSubject
 from support.object.store_contract import StoreContract
 
-from kvtier.backends.object.client.http.sockets import Timeouts
-from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
 from kvtier.backends.object.stores.store import PutOutcome, Store
 from kvtier.testing.contract import TierContract
 
@@ -38,9 +37,9 @@ def credentials() -> None:
     """Here they are the caller's own."""
 
 
-def open_prefix() -> S3Store:
-    return S3Store(
-        S3Settings(
+def open_prefix() -> BucketStore:
+    return BucketStore(
+        BucketSettings(
             bucket=BUCKET,
             prefix=f"kvtier-test-{RUN}/{next(_numbers)}",
             endpoint=ENDPOINT,

@@ -1,4 +1,4 @@
-"""What goes wrong on a TLS connection: weather, or something to put right; and which are kept."""
+"""What goes wrong on a TLS connection: weather, or something to put right."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from support.object.certificates import make_certificate
 from support.object.object_servers import HostileServer, Opener, Peer, answer
 from support.object.s3_client_helpers import BODY, get
 
-from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import Timeouts
 
 pytestmark = pytest.mark.s3
 
@@ -37,7 +37,7 @@ def tls_server(context: ssl.SSLContext) -> Iterator[HostileServer]:
 
 
 @pytest.fixture
-def store(tls_server: HostileServer, opened: Opener, certificate: Path) -> S3Store:
+def store(tls_server: HostileServer, opened: Opener, certificate: Path) -> BucketStore:
     endpoint = tls_server.endpoint.replace("http:", "https:")
     return opened(endpoint=endpoint, ca_bundle=str(certificate))
 
@@ -182,50 +182,54 @@ def test_a_certificate_whose_authority_is_known_is_not_said_to_lack_it(
 
 
 def test_an_authority_that_follows_another_is_believed_without_a_restart(
-    tls_server: HostileServer,
-    context: ssl.SSLContext,
-    certificate: Path,
-    opened: Opener,
-    tmp_path: Path,
+    tls_server: HostileServer, certificate: Path, opened: Opener, tmp_path: Path
 ) -> None:
-    tls_server.script = lambda peer, head: peer.sendall(answer(200, BODY, connection="close"))
+    other = make_certificate(tmp_path / "other.pem", "another")
     bundle = tmp_path / "bundle.pem"
-    bundle.write_text(certificate.read_text())
+    bundle.write_text(other.read_text())
     endpoint = tls_server.endpoint.replace("http:", "https:")
     store = opened(endpoint=endpoint, ca_bundle=str(bundle))
-    assert get(store) is not None
-    following = make_certificate(tmp_path / "following.pem", "another")
-    context.load_cert_chain(following)
-    bundle.write_text("just being written")
-    with pytest.raises(errors.TLSRefused):
-        get(store)
-    bundle.write_text(certificate.read_text() + following.read_text())
-    with pytest.raises(errors.TLSRefused):
-        get(store)
+    for text in (other.read_text(), "just being written"):
+        bundle.write_text(text)
+        with pytest.raises(errors.TLSRefused):
+            get(store)
+    bundle.write_text(other.read_text() + certificate.read_text())
     assert get(store) is not None
 
 
-@pytest.mark.parametrize(
-    ("data", "cut", "connections"),
-    [
-        (answer(200, BODY), False, 1),
-        (answer(200, BODY), True, 3),
-        (answer(200, BODY) + b"too much", False, 3),
-    ],
-    ids=["kept", "cut", "too much"],
-)
-def test_connections_are_kept_that_stand_where_an_answer_begins(
-    tls_server: HostileServer, store: S3Store, data: bytes, cut: bool, connections: int
+def test_a_certificate_of_an_authority_itself_is_refused_with_the_remedy(
+    context: ssl.SSLContext, opened: Opener, tls_server: HostileServer, tmp_path: Path
 ) -> None:
-    used: set[object] = set()
+    """rustls takes none, where OpenSSL would."""
+    bundle = make_certificate(tmp_path / "made.pem", authority=True)
+    context.load_cert_chain(bundle)
+    endpoint = tls_server.endpoint.replace("http:", "https:")
+    with pytest.raises(errors.TLSRefused, match="CA:FALSE"):
+        get(opened(endpoint=endpoint, ca_bundle=str(bundle)))
 
-    def reply(peer: Peer, head: bytes) -> None:
-        used.add(peer.client)
-        peer.sendall(data)
-        if cut:
-            peer.cut()
 
-    tls_server.script = reply
-    for _ in range(3):
-        assert get(store) is not None
-    assert len(used) == connections
+def test_an_unknown_authority_is_refused(opened: Opener, tls_server: HostileServer) -> None:
+    store = opened(endpoint=tls_server.endpoint.replace("http:", "https:"))
+    with pytest.raises(errors.TLSRefused, match="ca_bundle"):
+        get(store)
+    with pytest.raises(errors.TLSRefused, match="ca_bundle"):
+        list(store.list())
+
+
+def test_https_to_a_plain_server_says_so(opened: Opener) -> None:
+    plain = socket.create_server(("127.0.0.1", 0))
+
+    def talk() -> None:
+        peer, _ = plain.accept()
+        with peer:
+            peer.recv(1000)
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    store = opened(endpoint=f"https://127.0.0.1:{plain.getsockname()[1]}")
+    with pytest.raises(errors.TLSRefused, match="http://") as caught:
+        get(store)
+    assert caught.value.setting == "endpoint"
+    thread.join()
+    plain.close()

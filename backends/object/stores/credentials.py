@@ -7,7 +7,8 @@ that rotated files and variables are picked up without a restart.
 
 from __future__ import annotations
 
-import contextlib
+import datetime
+import importlib
 import logging
 import os
 import threading
@@ -15,8 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from kvtier.backends.object.client.extra import optional_module
-from kvtier.backends.object.stores.errors import NoCredentials
+from kvtier.backends.object.stores.errors import NoCredentials, WrongEndpoint
 from kvtier.system.calls import abandonable
 
 _RENEW_PAUSE_S = 10.0
@@ -54,27 +54,26 @@ class CredentialChain:
     def __init__(self, profile: str | None = None) -> None:
         self._profile = profile
         self._lock = threading.Lock()
+        """Held for a moment only: lookups run in threads of their own, one at a time."""
         self._renewed_at = time.monotonic()
-        self._failed_at = 0.0
-        self._failure = ""
         self._source: Any = None
         """botocore's object that refreshes credentials."""
+        self._found: tuple[Any, Any] = None, None
+        """The source of the last lookup, and the credentials that it returned."""
         self._lookup: Future[Any] | None = None
         self._lookup_began = 0.0
         self._hangs_after_s = _HANGS_S
-        self._last: tuple[Any, Any] = None, None
-        """The source of the last lookup, and the credentials that it returned."""
-        self.session = self._new_session()
+        self._session = self._new_session()
         try:
-            named = self.session.get_config_variable("profile")  # ours, or the environment's
-            missing = named is not None and named not in self.session.available_profiles
+            named = self._session.get_config_variable("profile")  # ours, or the environment's
+            missing = named is not None and named not in self._session.available_profiles
             # which raises if the profile is missing, and does not name it
             self.region, ca_bundle = [
-                None if missing else self.session.get_config_variable(each)
+                None if missing else self._session.get_config_variable(each)
                 for each in ("region", "ca_bundle")
             ]
         except Exception as error:  # noqa: BLE001 - see `credentials`
-            raise credentials_error(error) from None
+            raise _credentials_error(error) from None
         if missing:
             where = "" if profile else ", which the environment names"
             raise NoCredentials(f"there is no AWS profile {named!r}{where}: correct it or its file")
@@ -87,78 +86,61 @@ class CredentialChain:
         Anything may be raised behind this, by programs and files of the user's and by the code
         that reads their output.
         """
-        asked_at = time.monotonic()
-        source, last = self._last
-        if source is not None and not _expires_within(source, _REFRESH_FIRST_S):
-            with contextlib.suppress(Exception):
-                return _check_characters(self._without_waiting(source, last))
-        left = min(deadline - asked_at, threading.TIMEOUT_MAX)
-        if not self._lock.acquire(timeout=max(0.0, left)):
-            raise NoCredentials(_LATE)
         try:
-            if self._failed_at > asked_at:  # the thread that held the lock has asked in vain
-                raise NoCredentials(self._failure)
-            try:
-                return _check_characters(self._wait_for_lookup(deadline))
-            except NoCredentials as error:
-                failure = error
-            except Exception as error:  # noqa: BLE001
-                failure = credentials_error(error)
-            if time.monotonic() < deadline:  # other threads may have more time than this one had
-                self._failed_at = time.monotonic()
-                self._failure = str(failure)
-            raise failure from None
-        finally:
-            self._lock.release()
-
-    def _without_waiting(self, source: Any, last: Any) -> Any:
-        """The credentials of the last lookup, which are still good. If they expire soon, a lookup
-        begins in the background."""
-        if not _expires_within(source, _REFRESH_AHEAD_S):
-            return source.get_frozen_credentials()
-        lately = time.monotonic() - self._lookup_began < _AHEAD_PAUSE_S
-        if not lately and self._lock.acquire(blocking=False):  # else another thread looks them up
-            try:
-                with contextlib.suppress(RuntimeError):  # no thread can be started
-                    self._begin_lookup()
-            finally:
-                self._lock.release()
-        return last
-
-    def _wait_for_lookup(self, deadline: float) -> Any:
-        """Holding the lock. A caller whose time is over leaves the result to later ones."""
-        lookup = self._begin_lookup()
-        try:
+            with self._lock:
+                source, frozen = self._found
+                usable = source is not None and not _expires_within(source, _REFRESH_FIRST_S)
+                if usable and not self._may_refresh(source):
+                    return frozen
+                try:
+                    lookup = self._begin_lookup()
+                except RuntimeError:  # no thread can be started
+                    if not usable:
+                        raise
+            if usable:
+                return frozen
             return lookup.result(max(0.0, min(_LOOKUP_S, deadline - time.monotonic())))
-        except TimeoutError:
-            if lookup.done():
-                raise  # which the lookup itself has raised
-            raise NoCredentials(_LATE) from None
+        except NoCredentials as error:
+            raise NoCredentials(str(error)) from None  # many callers may share this one
+        except TimeoutError as error:
+            raised = lookup.done()  # by the lookup itself
+            raise (_credentials_error(error) if raised else NoCredentials(_LATE)) from None
+        except Exception as error:  # noqa: BLE001
+            raise _credentials_error(error) from None
+
+    def _may_refresh(self, source: Any) -> bool:
+        """Whether credentials that are good for a while are refreshed in the background now."""
+        lately = time.monotonic() - self._lookup_began < _AHEAD_PAUSE_S
+        return not lately and _expires_within(source, _REFRESH_AHEAD_S)
 
     def _begin_lookup(self) -> Future[Any]:
         """Holding the lock. The lookup that is under way, or a new one."""
         taken_s = time.monotonic() - self._lookup_began
-        running = self._lookup if self._lookup is not None and not self._lookup.done() else None
-        if running is not None and taken_s > self._hangs_after_s:
+        if self._lookup is not None and not self._lookup.done():
+            if taken_s <= self._hangs_after_s:
+                return self._lookup
             self._hangs_after_s *= 2
             self._reset()  # in the old session every lookup waits for the one that hangs
-            running = self._lookup = None
-        if running is None:
-            self._lookup_began = time.monotonic()
-            running = abandonable(self._look_up, "kvtier-credentials")
-        self._lookup = running
-        return running
+        self._lookup_began = time.monotonic()
+        self._lookup = abandonable(self._look_up, "kvtier-credentials")
+        return self._lookup
 
     def _look_up(self) -> Any:
         source = self._find_source()
         frozen = source.get_frozen_credentials()
-        self._last = source, frozen
+        for text in (frozen.access_key, frozen.token or ""):
+            if not (text.isascii() and text.isprintable()):  # it stands in the head of a request
+                raise NoCredentials(
+                    "the access key or the session token has a character that none has, or the "
+                    "end of a line: write it anew"
+                )
+        self._found = source, frozen
         self._hangs_after_s = _HANGS_S
         return frozen
 
     def _find_source(self) -> Any:
         if self._source is None:
-            self._source = self.session.get_credentials()
+            self._source = self._session.get_credentials()
         if self._source is None:
             raise NoCredentials(
                 "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -166,26 +148,48 @@ class CredentialChain:
             )
         return self._source
 
+    def provide(self) -> dict[str, Any]:
+        """The credentials that the last lookup found, as obstore's client wants them. It asks again
+        for each request, because these never have the five minutes left for which it would keep
+        them."""
+        frozen = self._found[1] or self.credentials(time.monotonic() + _LOOKUP_S)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.datetime.now(datetime.UTC),
+        }
+
+    def find_endpoint(self, region: str) -> str:
+        """The endpoint of S3 by the environment, the profile or the region; makes no request."""
+        nobody = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
+        try:
+            # botocore's own client, which boto3 wraps: a second wrapper of one session is an error
+            client = self._session.create_client("s3", region_name=region, **nobody)
+        except Exception as error:  # noqa: BLE001 - files and variables of the user's
+            raise WrongEndpoint(
+                f"no endpoint can be found ({type(error).__name__}): check region and endpoint, "
+                "AWS_ENDPOINT_URL and the AWS config file"
+            ) from None
+        return str(client.meta.endpoint_url)
+
     def renew(self) -> None:
         """Ask the chain again, at most every few seconds, and not while it is being asked."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if time.monotonic() - self._renewed_at >= _RENEW_PAUSE_S:
+        with self._lock:
+            asking = self._lookup is not None and not self._lookup.done()
+            if not asking and time.monotonic() - self._renewed_at >= _RENEW_PAUSE_S:
                 self._renewed_at = time.monotonic()
                 self._reset()
-                self._last = None, None
-        finally:
-            self._lock.release()
+                self._found = None, None
 
     def _reset(self) -> None:
-        self.session = self._new_session()
+        self._session = self._new_session()
         self._source = None
 
     def _new_session(self) -> Any:
-        session = optional_module("botocore.session").Session(profile=self._profile)
+        session = importlib.import_module("botocore.session").Session(profile=self._profile)
         session.set_default_client_config(
-            optional_module("botocore.config").Config(
+            importlib.import_module("botocore.config").Config(
                 connect_timeout=_CONNECT_S,
                 read_timeout=_READ_S,
                 retries={"total_max_attempts": _ATTEMPTS},
@@ -207,23 +211,12 @@ def _drop_trace(record: logging.LogRecord) -> bool:
     return True
 
 
-def credentials_error(error: Exception) -> NoCredentials:
+def _credentials_error(error: Exception) -> NoCredentials:
     """Quotes only the kind of error: its text may contain what a credential helper printed."""
     return NoCredentials(
         f"credentials cannot be obtained ({type(error).__name__}): check the profile, the role and "
         "the AWS_ variables"
     )
-
-
-def _check_characters(frozen: Any) -> Any:
-    """These credentials, or NoCredentials if they cannot stand in the head of a request."""
-    for text in (frozen.access_key, frozen.token or ""):
-        if not (text.isascii() and text.isprintable()):
-            raise NoCredentials(
-                "the access key or the session token has a character that none has, or the end of "
-                "a line: write it anew"
-            )
-    return frozen
 
 
 def _expires_within(source: Any, seconds: float) -> bool:

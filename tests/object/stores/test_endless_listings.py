@@ -15,7 +15,6 @@ from support.object.manual_keepers import CAPACITY, RECORD
 from support.object.object_servers import ENTRY, HostileServer, Peer, answer
 
 from kvtier.backends.object.budget import claim
-from kvtier.backends.object.client.s3_settings import S3Settings
 from kvtier.backends.object.housekeeping import keeper as keeper_module
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
@@ -24,8 +23,8 @@ from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.manifests import journal
 from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import block_name
-from kvtier.backends.object.stores import retry, s3_store, store
-from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy
+from kvtier.backends.object.stores import bucket_store, retry, store
+from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.errors import EndlessListing, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.open_store import open_store
@@ -50,7 +49,7 @@ def namespace(number: int) -> str:
 
 
 class Endless:
-    """Each page has a few names that were never listed, and a token of its own."""
+    """Each page has names that were never listed, and a token of its own."""
 
     def __init__(self) -> None:
         self.name: Names = block
@@ -70,7 +69,7 @@ class Endless:
             peer.sendall(answer(500))
         else:
             self.pages += 1
-            names = sorted(self.name(next(self._number)) for _ in range(4))
+            names = sorted(self.name(next(self._number)) for _ in range(1000))
             names = [f"{self.pages:06}-{name}" if self.breaks else name for name in names]
             listed = "".join(ENTRY.format(key=name, size=RECORD) for name in names)
             more = f"<NextContinuationToken>{self.pages}</NextContinuationToken>"
@@ -85,14 +84,13 @@ def endless() -> Endless:
 
 @pytest.fixture
 def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(retry, "LISTED_MAX", 100)
+    monkeypatch.setattr(retry, "LISTED_MAX", 2500)
     monkeypatch.setattr(store, "NAMESPACES_MAX", 20)
     with HostileServer(endless.serve) as server:
         opened = open_store(
             "s3://bucket",
-            S3Settings(endpoint=server.endpoint),
-            retry=RetryPolicy(base_s=0.0),
-            breaker=BreakerPolicy(failures=1000),
+            BucketSettings(endpoint=server.endpoint),
+            retry=RetryPolicy(base_s=0.0, failures=1000),
         )
         yield opened
         opened.close()
@@ -103,10 +101,10 @@ def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]
 def test_new_names_without_end(bucket: Store, endless: Endless, breaks: bool) -> None:
     endless.breaks = breaks
     found: list[str] = []
-    with pytest.raises(EndlessListing, match="100 objects are listed: write a url"):
+    with pytest.raises(EndlessListing, match="2500 objects are listed: write a url"):
         found.extend(info.name for info in bucket.list())
-    assert len(found) == 100
-    assert endless.pages == 26
+    assert len(found) == 2500
+    assert endless.pages == 3
 
 
 @pytest.mark.s3
@@ -114,10 +112,10 @@ def test_pages_without_a_name_of_ours(
     bucket: Store, endless: Endless, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endless.name = "some one's {}".format
-    monkeypatch.setattr(s3_store, "_PAGES_MAX", 30)
-    with pytest.raises(EndlessListing, match="30 pages"):
+    monkeypatch.setattr(bucket_store, "_PAGES_MAX", 3)
+    with pytest.raises(EndlessListing, match="3 pages"):
         list(bucket.list())
-    assert endless.pages == 30
+    assert endless.pages == 3
 
 
 @pytest.mark.s3
@@ -142,7 +140,7 @@ def test_a_tier_serves_on_and_lists_again_after_a_while(
             tier.tick()
     said = [record.getMessage() for record in caplog.records]
     assert sum("is not listed to its end" in text for text in said) == 1
-    assert endless.pages == 26 * 2, "each `audit`, and not each `refresh`"
+    assert endless.pages == 3 * 2, "each `audit`, and not each `refresh`"
     keys = make_keys(2)
     assert tier.lookup(keys) == [Presence.MISS] * 2
     assert tier.prepare_store(keys).keys == [], "nobody knows what is there"
