@@ -1,4 +1,4 @@
-"""Copies beside an engine's thread that is busy in Python, by how long it may keep Python's lock.
+"""Copies beside an engine's thread that is busy in Python, by how long it may keep the GIL.
 
     python -m benchmarks.gpu.lock              JSON=result.json python -m benchmarks.gpu.lock
 
@@ -21,20 +21,13 @@ import numpy as np
 from benchmarks.gpu.arena import LAYERS, LOAD, NAMESPACE, RECORD_BYTES, STORE, Host, chunk_of
 from benchmarks.report import Report
 from kvtier.core.slab import layout as table
-from kvtier.device.copier import (
-    Blocks,
-    Copies,
-    DeviceLayout,
-    DeviceTensor,
-    Ints,
-    Job,
-    PageRef,
-    Prover,
-)
+from kvtier.device.copier import CopyJob
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, Ints, PageCopies, PageRef
+from kvtier.device.records import FoundRecords, RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import Header, record_bytes
-from kvtier.types import block_key
+from kvtier.types import BlockKey, block_key
 
 LINK_BYTES_PER_S = 55e9
 PAGES_S, SUMS_S = 200e-6, 180e-6
@@ -81,7 +74,7 @@ class Link:
 
 
 class Buffer:
-    """A stage, or a lane, that knows when its work will be done."""
+    """A stage, or a stream, that knows when its work will be done."""
 
     def __init__(self, link: Link, part_bytes: int, rows: int) -> None:
         self._link = link
@@ -116,10 +109,7 @@ class Buffer:
         keep_the_lock(MARK_S)
         return Event(self._at)
 
-    def after(self, event: object) -> None:
-        raise NotImplementedError("all goes by way of buffers")
-
-    def to_device(self, copies: Copies) -> object:
+    def to_device(self, copies: PageCopies) -> object:
         raise NotImplementedError("all goes by way of buffers")
 
     to_host = to_device
@@ -137,7 +127,7 @@ class Device:
     def mark(self) -> Event:
         return Event(0.0)
 
-    def lane(self, *, urgent: bool) -> Buffer:
+    def stream(self, *, urgent: bool) -> Buffer:
         return Buffer(self._links[urgent], 0, 0)
 
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> list[Buffer]:
@@ -165,7 +155,7 @@ class Arena:
         if kind is STORE:
             self.reserve(range(RECORDS))
         self._blocks = np.random.default_rng(0).permutation(count)
-        self.copier = CudaCopier(layout, device, host, NAMESPACE)
+        self.copier = CudaCopier(RankRecords(layout, host, NAMESPACE), device)
         self.copier.prepared.wait()
 
     def reserve(self, slots: range) -> None:
@@ -174,15 +164,15 @@ class Arena:
             entry = table.pack_entries(table.RESERVED, [self._keys[slot]], 1, 0)
             self._host.entries[slot] = entry
 
-    def job(self, kind: TransferKind, slots: range) -> Job:
+    def job(self, kind: TransferKind, slots: range) -> CopyJob:
         """All of these slots, from and to blocks all over the device."""
         ids = self._blocks[slots.start * self._per_chunk : slots.stop * self._per_chunk]
-        return Job(
+        return CopyJob(
             id=next(self._names),
             kind=kind,
             keys=self._keys[slots.start : slots.stop],
             slots=slots,
-            blocks=Blocks(ids, [len(ids)], [0]),
+            blocks=DeviceBlocks(ids, [len(ids)], [0]),
             deadline=float("inf"),
         )
 
@@ -201,8 +191,14 @@ class Arena:
         return JOBS * RECORDS * RECORD_BYTES / seconds / 1e9, got / seconds
 
 
-def as_the_device_says(_prover: Prover, _slot: int) -> int:
-    return 0
+find = RankRecords.find
+
+
+def as_the_device_says(
+    records: RankRecords, slots: Sequence[int], keys: Sequence[BlockKey], group: int
+) -> FoundRecords:
+    found = find(records, slots, keys, group)
+    return found._replace(stated=np.zeros_like(found.stated))
 
 
 def wait() -> int:
@@ -229,7 +225,7 @@ def main() -> None:
         "copies beside an engine's thread that is busy in Python, on a pretended device"
     )
     usual = sys.getswitchinterval()
-    with mock.patch.object(Prover, "stated", as_the_device_says):
+    with mock.patch.object(RankRecords, "find", as_the_device_says):
         for kind in (LOAD, STORE):
             arena = Arena(kind, Device())
             free = [arena.turn(wait)[0] for _ in range(TURNS)]

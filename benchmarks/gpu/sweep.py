@@ -24,7 +24,7 @@ from benchmarks.gpu.copies import device_or_exit
 from benchmarks.gpu.kernels import steps_of_a_batch
 from benchmarks.gpu.parts import run_part
 from benchmarks.report import Report
-from kvtier.device.cuda import kernels, staged_copies, staging_buffers
+from kvtier.device.cuda import kernels, paths, staging_buffers
 from kvtier.device.cuda.copier import CudaCopier
 
 SIZE = 2 << 30
@@ -45,8 +45,8 @@ class Variant(NamedTuple):
     batch: int = CudaCopier._BATCH_BYTES
     buffers: int = staging_buffers._EACH_WAY
     """As many threads, too: one that waits for a buffer is of no use."""
-    stores: float = staged_copies.STORES_SHARE
-    sending: int = staged_copies.STORES_AT_ONCE
+    stores: float = paths.STORES_SHARE
+    sending: int = paths.STORES_AT_ONCE
     queues: int = 0
     """Queues of the device, which its streams share: as many as there are if it says nothing."""
 
@@ -78,8 +78,8 @@ VARIANTS = [
 def built_with(variant: Variant) -> Iterator[None]:
     """Copiers that are opened meanwhile have a variant's numbers."""
     places: list[tuple[Any, str, float]] = [
-        (staged_copies, "STORES_SHARE", variant.stores),
-        (staged_copies, "STORES_AT_ONCE", variant.sending),
+        (paths, "STORES_SHARE", variant.stores),
+        (paths, "STORES_AT_ONCE", variant.sending),
         (kernels, "SHARE", variant.share),
         (CudaCopier, "_BATCH_BYTES", variant.batch),
         (staging_buffers, "_EACH_WAY", variant.buffers),
@@ -146,7 +146,7 @@ def together(torch: Any, report: Report, variant: Variant) -> None:
 
 def must_be_staged(arena: Arena) -> None:
     """Page by page, all these numbers say nothing."""
-    if not (arena.copier._loads.staged and arena.copier._stores.staged):
+    if not (arena.copier.staged):
         raise RuntimeError("nothing is staged here: the warning above says why")
 
 

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
-from kvtier.device.queue import Steps
+from kvtier.device.pacing import EngineSteps
 from kvtier.errors import ConfigError
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
@@ -37,7 +37,7 @@ from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
 from kvtier.vllm.settings import read_engine, read_namespace, read_stack
-from kvtier.vllm.worker import Ended, RankWorker, blocks_of
+from kvtier.vllm.worker import EndedJob, RankShare, RankWorker, blocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +102,14 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         return VllmWorker(
             RankWorker(
                 kv_caches,
-                blocks_per_chunk=self.blocks_per_chunk,
-                group_ids=[group.group_id for group in config.groups],
-                rank=config.parallel.rank,
-                ranks=config.parallel.world_size,
-                alike=ranks_alike(config),
-                pipelined=config.parallel.pp_size > 1,
+                RankShare(
+                    rank=config.parallel.rank,
+                    ranks=config.parallel.world_size,
+                    blocks_per_chunk=self.blocks_per_chunk,
+                    group_ids=tuple(group.group_id for group in config.groups),
+                    alike=ranks_alike(config),
+                    pipelined=config.parallel.pp_size > 1,
+                ),
                 gds=stack.gds,
                 folders=stack_config.folders(stack),
                 attach=kind.attach,
@@ -362,12 +364,12 @@ class VllmWorker(interfaces.OffloadingWorker):  # type: ignore[misc]
         self._mark: object = None
 
     give_up = _passed_on(RankWorker.give_up, to="_worker")
-    make_way = _passed_on(RankWorker.make_way, to="_worker")
+    release_blocks = _passed_on(RankWorker.release_blocks, to="_worker")
     wait = _passed_on(RankWorker.wait, to="_worker")
     make_ready = _passed_on(RankWorker.make_ready, to="_worker")
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> EngineSteps:
         """To be told of the engine's steps."""
         return self._worker.steps
 
@@ -401,7 +403,7 @@ class VllmWorker(interfaces.OffloadingWorker):  # type: ignore[misc]
         self._mark = None
 
     @guarded(list)
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[EndedJob]:
         """Jobs that ended since the last call, with what became of their errands."""
         return self._worker.poll()
 

@@ -96,7 +96,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._submit_stores()
         if flushed:
             # At a reset all loads are among them. Requests keep the blocks that theirs go to.
-            self.worker.make_way(flushed - self._load_jobs.keys())
+            self.worker.release_blocks(flushed - self._load_jobs.keys())
         if kv_connector_metadata.load_jobs:
             self.worker.begin_step()
 

@@ -14,7 +14,7 @@ from support.device.direct_engine import RANKS, Engine
 from support.tiers.chains import is_quiet
 
 from kvtier.cost.model import CostModel
-from kvtier.device.queue import Steps
+from kvtier.device.pacing import EngineSteps
 from kvtier.errors import MediumError
 from kvtier.move.threads import ThreadMover
 from kvtier.settings import Gds
@@ -291,5 +291,5 @@ def test_what_is_required_of_a_rank_without_a_gpu_keeps_it_from_starting(tmp_pat
     with pytest.raises(
         MediumError, match=r"required for .*, but the KV tensors are on a cpu device: mend"
     ):
-        device_of(caches, Gds.REQUIRE, [tmp_path], Pinning(0, Steps()))
-    assert device_of(caches, Gds.AUTO, [tmp_path], Pinning(0, Steps()))
+        device_of(caches, Gds.REQUIRE, [tmp_path], Pinning(0, EngineSteps()))
+    assert device_of(caches, Gds.AUTO, [tmp_path], Pinning(0, EngineSteps()))
