@@ -16,6 +16,7 @@ import vllm
 
 from kvtier.config import StackConfig
 from kvtier.settings import Persistence
+from kvtier.system.calls import WaitBound
 from kvtier.types import Namespace
 from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.engine_settings import SPEC, settle
@@ -45,7 +46,11 @@ from kvtier.vllm.settings import unread
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.001
-"""An engine that spins while it waits for copies takes Python's lock from the threads that copy."""
+"""An engine that spins while it waits for copies takes the GIL from the threads that copy."""
+_SETTLE_S = 30.0
+"""A pause, or an end, waits no longer for copies: the longest wait of a copier (`JobQueue`), and the
+time in which its threads report."""
+_HANGS = "copies from or to the device have not ended within %g s: the engine goes on without them"
 
 
 class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
@@ -69,6 +74,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._pool: Any = None
         self._given: AllocatedBlocks | None = None
         self.paused = False
+        self._settling = WaitBound(_SETTLE_S, _HANGS)
         """The engine is; its scheduler says so."""
         self.ending = engine_endings.Ending(stack.drain.seconds)
         self._spins = not orphaned_engine.has_own_process()
@@ -315,9 +321,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         # An engine that pauses, goes to sleep or ends waits until there is none. Its device is at
         # rest when nothing is copied; what waits for a disk or a bucket is written later.
-        if self.paused or self.ending.drained:
-            return self._copies()
-        return bool(super().has_pending_push_work())
+        settling = self.paused or self.ending.drained
+        copies = self._settling.holds(settling and self._copies())
+        return copies if settling else bool(super().has_pending_push_work())
 
     def _copies(self) -> bool:
         return request_states.has_jobs(self) or bool(self._manager.copying())

@@ -97,11 +97,11 @@ def test_nobody_waits_for_what_is_lost(setting: Setting, monkeypatch: pytest.Mon
     begun, end, copied = threading.Event(), threading.Event(), list[int]()
     gather = PageCopier.gather
 
-    def held(pages: PageCopier, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
+    def held(pages: PageCopier, group: int, ids: Sequence[int], part: Buffer) -> int:
         copied.extend(ids)
         begun.set()
         end.wait()
-        return gather(pages, group, ids, skip, part)
+        return gather(pages, group, ids, part)
 
     monkeypatch.setattr(PageCopier, "gather", held)
     number = setting.store()
