@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.001
 """An engine that spins while it waits for copies takes the GIL from the threads that copy."""
 _SETTLE_S = 30.0
-"""A pause, or an end, waits no longer for copies: the longest wait of a copier (`JobQueue`), and the
-time in which its threads report."""
+"""A pause, or an end, waits no longer for copies: as long as a copier does (`JobQueue`), and until
+its threads have reported."""
 _HANGS = "copies from or to the device have not ended within %g s: the engine goes on without them"
 
 

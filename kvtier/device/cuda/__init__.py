@@ -2,6 +2,7 @@
 
 - `device`: the device through torch, its streams, pinning, and how a copier is opened.
 - `runtime`: the CUDA runtime in this process, events, and batched copies.
-- `copier`: the copier itself; `paths`: how a batch moves, by way of `staging_buffers` or page by page.
+- `copier`: the copier itself; `paths`: how a batch moves, by way of `staging_buffers` or page by
+  page.
 - `kernels`: the Triton kernels that gather, scatter and check pages, built and launched.
 """

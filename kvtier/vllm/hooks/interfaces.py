@@ -3,9 +3,6 @@ from here, so that a version that has moved one is met in one place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -48,13 +45,4 @@ __all__ = [
     "PrepareStoreOutput",
     "RequestOffloadingContext",
     "TransferResult",
-    "batched_copy",
 ]
-
-
-def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
-    """vLLM's own copy of many pieces in one call: tensors of sources, targets and sizes."""
-    from vllm import _custom_ops
-
-    copy: Callable[[Any, Any, Any, bool], None] = _custom_ops.swap_blocks_batch
-    return copy

@@ -105,13 +105,6 @@ INTERFACES = (
         without_it="vLLM's own count of cached tokens by source says less",
     ),
     TouchPoint(
-        target="vllm._custom_ops",
-        members=("swap_blocks_batch(src_ptrs, dst_ptrs, sizes)",),
-        used_by="interfaces.py",
-        why="on CUDA many small pieces are copied in one call",
-        without_it="loads and stores of small pages are several times as slow",
-    ),
-    TouchPoint(
         target="vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
         members=(
             "create_connector(config, role, kv_cache_config)",
