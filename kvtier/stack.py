@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from kvtier.amounts import size
 from kvtier.chain.context import ChainContext
 from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.ledger import Ticket
@@ -36,7 +37,6 @@ from kvtier.interfaces.mover import Mover
 from kvtier.interfaces.tier import Tier
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
-from kvtier.observe.human import size
 from kvtier.record.record import (
     HEADER_BYTES,
     Buffer,

@@ -85,7 +85,6 @@ class Arena:
         layout: DeviceLayout,
         records: int,
         device: Cuda | None = None,
-        threads: int = 4,
     ) -> None:
         self.torch, self.pool, self.layout, self.records = torch, pool, layout, records
         self.count = records * layout.blocks_per_chunk
@@ -97,7 +96,7 @@ class Arena:
         self.copier = CudaCopier(
             RankRecords(layout, self.host, NAMESPACE),
             device,
-            threads=threads,
+            threads=4,
             memory=memory,
         )
         assert self.copier.prepared.wait(120), "pinning the region takes too long"
@@ -106,14 +105,12 @@ class Arena:
         self._random = np.random.default_rng(0)
 
     @classmethod
-    def even(
-        cls, torch: Any, page: int, size: int, device: Cuda | None = None, threads: int = 4
-    ) -> Arena:
+    def even(cls, torch: Any, page: int, size: int, device: Cuda | None = None) -> Arena:
         """For records of one group with about `size` bytes in all, and twice as many blocks."""
         per_chunk = chunk_of(page)
         records = max(2, size // (LAYERS * page * per_chunk))
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
-        return cls(torch, pool, layout, records, device, threads)
+        return cls(torch, pool, layout, records, device)
 
     def shuffled(self) -> DeviceBlocks:
         """Blocks in an order that leaves no neighbours to merge."""
@@ -122,7 +119,7 @@ class Arena:
 
     def keys(self, blocks: DeviceBlocks) -> list[BlockKey]:
         """A name for every record that a job has."""
-        groups = cut(self.layout, blocks).group.tolist()
+        groups = cut(self.layout, blocks).groups
         return [block_key(at.to_bytes(8, "big"), group) for at, group in enumerate(groups)]
 
     def submit(self, kind: TransferKind, slots: range, blocks: DeviceBlocks) -> int:

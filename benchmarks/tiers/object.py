@@ -28,7 +28,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
-from benchmarks.memory import memory
+from benchmarks.measure import memory
 from benchmarks.report import Report
 from kvtier.backends.object.client.http.sockets import Timeouts
 from kvtier.backends.object.client.listing import Page

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from campaign.fuzz.targets import Target
+from campaign.fuzz.harness import Target
 from kvtier.backends.object.client.http.connection import HTTPConnection, StaleConnection
 from kvtier.backends.object.client.http.endpoint import Address
 from kvtier.backends.object.client.http.sockets import Transport

@@ -81,7 +81,7 @@ class Prefetches:
         """Blocks on their way from each tier."""
         self._bytes = [0] * len(tiers)
         self._give_way = False
-        self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.restart))
+        self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.warmup_share))
 
     # -- what is wanted ----------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ STEP_USES, USES_KEPT = 8, 1024
 """Of how many requests one call tells the lower tiers what they use, and how many wait for it."""
 
 
-PREFETCH_OFF = PrefetchSettings(waiting=False, restart=0.0)
+PREFETCH_OFF = PrefetchSettings(waiting=False, warmup_share=0.0)
 
 
 class TierChain(Tier):

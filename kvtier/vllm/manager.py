@@ -140,7 +140,7 @@ class ChainManager:
 
     # -- loads -----------------------------------------------------------------------------
 
-    def asks(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
+    def begin_lookup(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
         """The engine is about to look up what it could load between these tokens; `scarce` if it
         may lack the blocks for it."""
         state = self._requests.of(request)
@@ -148,7 +148,7 @@ class ChainManager:
         self.load.tell()
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
-    def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
+    def defer(self, request: str, loading: Collection[bytes] = ()) -> None:
         """It has to wait for what is being copied (`loading` from the tiers), and will be asked
         about again."""
         self._requests.on(Event.PUT_OFF, request)
@@ -197,7 +197,7 @@ class ChainManager:
         state = self._requests.get(request)
         return state is not None and state.kept and not self._epoch
 
-    def still_waits(
+    def still_deferred(
         self, request: str, ends: Mapping[bytes, int], loading: Collection[bytes] = ()
     ) -> bool:
         """Whether one that was told to ask again has to, before all of its keys are looked up."""
@@ -216,7 +216,7 @@ class ChainManager:
         loading = any(pending.ticket for pending in self._pending.values())
         return loading or self.chain.prefetches.holds_room
 
-    def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
+    def mark_used(self, request: str, ends: Mapping[bytes, int]) -> None:
         """Its whole prompt counts as used, once: also what the engine itself still has, which it
         does not look up here, and would find gone when it has it no more."""
         state = self._requests.of(request)

@@ -12,7 +12,7 @@ import msgspec
 
 from kvtier.chain.hits import Decision, Shape, Span, kept_within, last_stop, whole, windowed, woven
 from kvtier.types import GROUP_BYTES, BlockKey
-from kvtier.vllm.identity.prompt_keys import salted
+from kvtier.vllm.identity.prompts import salted
 
 
 class Phase(enum.Enum):

@@ -14,8 +14,8 @@ from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage
 from kvtier.backends.nvme.folder.files import hold_owner
 from kvtier.backends.nvme.inspection.offline_locks import has_owner_now
-from kvtier.cli.commands.contents import gc
-from kvtier.cli.inspection.inspectors import look
+from kvtier.cli import clear as gc
+from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.core.slab import layout, slab_files
 from kvtier.core.slab.slab_files import SlabBlock
@@ -30,7 +30,7 @@ class TestAnEngineCameMeanwhile:
         config = load(filled)
         (nvme,) = look(config, 1)
         nvme.contents.capacity = 0
-        beyond = list(gc.find([nvme], None))
+        beyond = list(gc.find_garbage([nvme], None))
         assert beyond
         engine = hold(filled)
         assert not any(each.remove() for each in beyond)
@@ -54,7 +54,7 @@ class TestAnEngineCameMeanwhile:
         for table in home.glob("*.table"):
             os.utime(table, (time.time() - 7200,) * 2)
         config = load(filled)
-        idle = next(iter(gc.find(look(config, 1), 3600.0)))
+        idle = next(iter(gc.find_garbage(look(config, 1), 3600.0)))
         assert idle.where == str(home)
         assert served(filled) == 8
         assert not idle.remove()
@@ -67,7 +67,7 @@ class TestAnEngineCameMeanwhile:
         region = next(tmp_path.rglob("*.region"))
         os.utime(region, (0 if idle_s is None else time.time() - 7200,) * 2)
         config = load(filled)
-        (found,) = gc.find(look(config, 0), idle_s)
+        (found,) = gc.find_garbage(look(config, 0), idle_s)
         assert found.where == str(region)
         assert served(filled) == 8
         assert not found.remove()
@@ -82,7 +82,7 @@ class TestAnEngineCameMeanwhile:
         for path in (mark, half, making):
             path.touch()
         config = load(filled)
-        found = list(gc.find(look(config, 1), None))
+        found = list(gc.find_garbage(look(config, 1), None))
         assert {each.where for each in found} == {str(mark), str(half), str(making)}
         half.with_suffix(".table").touch()
         owner = hold_owner(mark.parent, 0xDDDD)
@@ -99,7 +99,7 @@ class TestAnEngineCameMeanwhile:
         (tmp_path / "disk" / "blocks").mkdir()
         config = load(stack_file)
         places = look(config, 1) * 2  # also where two tiers lie side by side it is found once
-        (found,) = gc.find(places, None)
+        (found,) = gc.find_garbage(places, None)
         with holding(bench):
             assert not found.remove()
         assert bench.exists()
@@ -151,7 +151,7 @@ class TestAnEngineCameMeanwhile:
         owner = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.owner"
         owner.touch()
         config = load(stack_file)
-        (lock,) = gc.find(look(config, 0), None)
+        (lock,) = gc.find_garbage(look(config, 0), None)
         assert lock.where == str(owner)
         monkeypatch.setattr(cpu_garbage, "in_use", lambda region: False)
         with Stack.open(stack_file, NAMESPACE):
@@ -164,7 +164,7 @@ class TestAnEngineCameMeanwhile:
         making = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.making"
         making.touch()
         config = load(filled)
-        (found,) = gc.find(look(config, 0), None)
+        (found,) = gc.find_garbage(look(config, 0), None)
         assert found.where == str(making)
         with Stack.open(filled, NAMESPACE):
             assert not found.remove()

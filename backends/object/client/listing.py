@@ -1,6 +1,6 @@
 """ListObjectsV2: the query, and pages that are parsed a little at a time.
 
-A million objects are listed beside a serving engine. boto3 holds Python's lock for 44 ms to parse a
+A million objects are listed beside a serving engine. boto3 holds the GIL for 44 ms to parse a
 page of a thousand objects. This parser parses a few objects, yields them and goes on. It keeps
 nothing that Python's garbage collector would have to visit.
 """

@@ -16,7 +16,7 @@ import numpy as np
 from kvtier.core.retained import kept_file
 from kvtier.core.slab.layout import BAD, SlabHeader, committed, entry_at, keys_of
 from kvtier.core.slab.slab_files import Slab, SlabBlock, SlabProver, SlabSource
-from kvtier.errors import FormatError, KVTierError, NewerFormat, said_of
+from kvtier.errors import FormatError, KVTierError, NewerFormat, describe_error
 from kvtier.inspect.contents import Block, Contents, Hold, InspectorContext, Part
 from kvtier.inspect.filling import Source, TierOpener
 from kvtier.inspect.inspector import Inspector
@@ -66,7 +66,7 @@ class SlabInspector(Inspector[S]):
             try:
                 sessions = kept_file.read(path, bytes.fromhex(namespace))
             except (FormatError, OSError) as error:
-                said = f"{path} does not say what is retained: {said_of(error)}"
+                said = f"{path} does not say what is retained: {describe_error(error)}"
                 if said not in self.contents.troubles:
                     self.contents.troubles.append(said)
                 continue
@@ -89,7 +89,7 @@ class SlabInspector(Inspector[S]):
             try:
                 entries = slab.entries()
             except OSError as error:
-                found.troubles.append(said_of(error))
+                found.troubles.append(describe_error(error))
                 continue
             self.slabs.append(slab)
             part = parts.setdefault(
@@ -186,7 +186,7 @@ class SlabInspector(Inspector[S]):
             except FileNotFoundError:  # somebody else has just removed it
                 continue
             except (KVTierError, OSError) as error:
-                left.append(said_of(error))
+                left.append(describe_error(error))
         return left
 
 
@@ -214,4 +214,4 @@ def trouble(path: Path, error: FormatError | OSError) -> str:
         return f"{path} has no namespace.json; it is left alone: remove it if it is nobody's"
     if error.errno in _NO_FILE:
         return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"
-    return said_of(error)
+    return describe_error(error)

@@ -147,18 +147,6 @@ class SlabSource(Source):
         rows["bytes"] = self.slab.header.slot_bytes
         return rows
 
-    def block(self, at: int, block: Block) -> Block:
-        return SlabBlock(
-            tier=self.tier,
-            kind=self.kind,
-            namespace=self.slab.namespace,
-            key=block.key,
-            bytes=self.slab.header.slot_bytes,
-            stored_at=block.stored_at,
-            slab=self.slab,
-            slot=at,
-        )
-
     def used_again(self, at: int, key: BlockKey) -> bool:
         try:
             return not self.slab.holds(at, key)

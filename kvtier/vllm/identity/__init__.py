@@ -3,5 +3,5 @@
 - `namespace_facts.py`: the facts of an engine's namespace, from its configuration
 - `weight_fingerprints.py`: fingerprints of the files of weights and LoRA adapters
 - `lora_adapters.py`: which adapters an engine uses, and whether their files are what they were
-- `prompt_keys.py`: the keys of a prompt, computed without vLLM
+- `prompts.py`: prompts from files, and the keys of prompts, computed without vLLM
 """

@@ -18,10 +18,10 @@ from kvtier.backends.object.client import deletes
 from kvtier.backends.object.inspection import checks as check_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.cli.inspection import machine_checks as checks
-from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order, check_rates
-from kvtier.config import Loads, RateSettings, StackConfig, load
+from kvtier.cli import doctor as checks
+from kvtier.cli.doctor import check_gds, check_machine, check_order, check_rates
+from kvtier.cli.inspect import inspector_of
+from kvtier.config import LoadPolicy, RateSettings, StackConfig, load
 from kvtier.config.loader import rate_owner
 from kvtier.cost.rates import KeptLink, KeptPrefill, Rates
 from kvtier.cost.saved_rates import RatesFile
@@ -30,9 +30,8 @@ from kvtier.system import memory as room
 from kvtier.system.disk import Disk, mounted
 from kvtier.system.numa import Topology
 from kvtier.testing.media import make_memory_folder
-from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.touch_points import source_check
-from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
+from kvtier.vllm.hooks import source_check, versions
+from kvtier.vllm.hooks.touch_points import TOUCH_POINTS
 
 
 def run(stack_file: Path, *args: str, code: int = 0) -> Any:
@@ -85,7 +84,7 @@ def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> 
     assert (finding.area, finding.level) == ("rates", Level.OK)
     for part in ("a model bf16 on a card tensor_parallel 2", "40,000 tokens/s", "500 us"):
         assert part in finding.what
-    for other in ({"rates": RateSettings(keep=False)}, {"loads": Loads.ALWAYS}):
+    for other in ({"rates": RateSettings(keep=False)}, {"load_policy": LoadPolicy.ALWAYS}):
         assert not list(check_rates(msgspec.structs.replace(config, **other)))
 
 
@@ -323,10 +322,10 @@ def test_a_look_into_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.code == 1
     said = json.loads(done.out)
     assert (said["version"], said["tested"]) == ("0.94.0", False)
-    assert all(each["moved"] and each["without_it"] for each in said["touch_points"])
+    assert all(each["moved"] and each["why"] for each in said["touch_points"])
     done = command("doctor", "--vllm")
     assert done.code == 1
-    assert "vLLM 0.94.0 (never tested; tested are 0.31, 0.32 and 0.33)" in done.said
+    assert "vLLM 0.94.0 (never tested; tested are 0.32 and 0.33)" in done.said
     assert f"0 of {len(said['touch_points'])} touch-points are there" in done.said
 
 

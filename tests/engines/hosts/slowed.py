@@ -88,7 +88,7 @@ class Slowed:
 
         PageCopier.scatter = self._scatter  # type: ignore[method-assign]
         self._going_in.set()
-        copies = self._connector_worker.worker._worker
+        copies = self._connector_worker.worker
         copies.wait(set(copies._numbers))
 
     def hold_reads(self) -> None:

@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> ListedStore:
 
 
 def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
-    """A full collection would hold Python's lock for as long as all objects of the process take."""
+    """A full collection would hold the GIL for as long as all objects of the process take."""
     keys = make_keys(20_000)
     store.hold(keys)
     Journal(store, NAMESPACE).append(

@@ -111,7 +111,7 @@ class Engine:
         config = {
             "version": 1,
             "name": name,
-            "loads": "always",
+            "load_policy": "always",
             "mover": {"mode": "threads"},
             "tiers": [
                 {"kind": "cpu", "path": str(folder), "capacity": (cpu_slots + 1) * (SLOT + 128)},

@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 _ORDER_BYTES_MAX = 1 << 20
 _IMPORTED = (
     "kvtier.cli.app",
-    "kvtier.cli.starter_stack",
-    "kvtier.cli.inspection.inspectors",
+    "kvtier.cli.options",
+    "kvtier.cli.inspect",
     "kvtier.backends.cpu.inspection.inspector",
     "kvtier.backends.nvme.inspection.inspector",
     "kvtier.backends.object.inspection.inspector",

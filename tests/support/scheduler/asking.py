@@ -60,7 +60,7 @@ class Asking:
 
     def hit(self, request: str, ends: Mapping[bytes, int], tokens: int, start: int = 0) -> int:
         """As vLLM's scheduler: full attention from its start, then windows from their end."""
-        self.manager.asks(request, start, tokens)
+        self.manager.begin_lookup(request, start, tokens)
         groups = self.manager.shapes
         windowed = any(shape.window for shape in groups.values())
         hit = tokens - windowed
@@ -78,7 +78,7 @@ class Asking:
 
     def answers(self, request: str, ends: Mapping[bytes, int], tokens: int) -> set[bool | None]:
         """What it is told of all keys."""
-        self.manager.asks(request, 0, tokens)
+        self.manager.begin_lookup(request, 0, tokens)
         return {self.manager.lookup(key, request, ends) for key in ends}
 
     def needed(self, ends: Mapping[bytes, int]) -> list[bytes]:
@@ -96,7 +96,7 @@ class Asking:
         tokens = max(ends.values()) + 1
         self.manager.on_new_request(request)
         hit = self.hit(request, ends, tokens)
-        self.manager.uses(request, ends)
+        self.manager.mark_used(request, ends)
         kept = [
             key
             for at in (hit, self.manager.junction(request), tokens - 1)

@@ -16,7 +16,7 @@ from kvtier.settings import PrefetchSettings, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 
 SLOTS = 16
-HALF = PrefetchSettings(memory=0.5, restart=0.0)
+HALF = PrefetchSettings(memory=0.5, warmup_share=0.0)
 FAR = KEYS[40:]
 
 

@@ -83,10 +83,10 @@ def test_a_request_that_nobody_has_added_leaves_nothing_behind(stack: Stack) -> 
         if ended:
             managed.on_new_request("a")
             managed.on_request_finished("a")
-        managed.asks("a", 0, 4 * CHUNK)
+        managed.begin_lookup("a", 0, 4 * CHUNK)
         assert managed.lookup(next(iter(ends)), "a", ends) is False
-        assert not managed.still_waits("a", ends)
-        managed.uses("a", ends)
+        assert not managed.still_deferred("a", ends)
+        managed.mark_used("a", ends)
         managed.scheduled("a", 0, CHUNK)
         fresh = make_keys(2, start=100)
         assert managed.prepare_store(fresh, "a")[0] == [], "nobody knows what its keys leave out"
@@ -168,8 +168,8 @@ def test_what_the_engine_has_itself_counts_as_used(
     asking.serve("first", hot)
     asking.serve("other", cold)
     for each in range(40):
-        asking.manager.asks("again", 16 * CHUNK, (16 + more) * CHUNK + 9)
-        asking.manager.uses("again", longer)
+        asking.manager.begin_lookup("again", 16 * CHUNK, (16 + more) * CHUNK + 9)
+        asking.manager.mark_used("again", longer)
         asking.manager.on_request_finished("again")
         asking.serve("new", asking.keys(9, first=200 + 20 * each))
     assert asking.serve("hot", longer) == 16 * CHUNK
@@ -311,7 +311,7 @@ def test_no_more_is_found_than_is_taken_though_more_is_there(
         on_disk(stack, ends)
         held = [BlockKey(key) for key in make_keys(storing, start=500)]
         assert len(stack.chain.prepare_store(held).keys) == storing
-        asking.manager.asks("a", start, 6 * CHUNK + 1)
+        asking.manager.begin_lookup("a", start, 6 * CHUNK + 1)
         found = [end // CHUNK for key, end in ends.items() if asking.manager.lookup(key, "a", ends)]
         assert found == [*range(1, chunks + 1)] * 2
 

@@ -54,8 +54,8 @@ class Answering:
 
     def waits(self, request: str, ends: dict[bytes, int], tokens: int = TOKENS) -> bool:
         """As the connector asks: in short first, whether nothing has changed."""
-        self.made.asks(request, 0, tokens)
-        return self.made.still_waits(request, ends) or None in self.asking.answers(
+        self.made.begin_lookup(request, 0, tokens)
+        return self.made.still_deferred(request, ends) or None in self.asking.answers(
             request, ends, tokens
         )
 
@@ -173,14 +173,14 @@ def test_nothing_is_looked_up_while_nothing_comes(disk: Stack) -> None:
     engine = Answering(disk, (FULL,))
     ends = engine.asking.keys(8)
     engine.comes("a")
-    assert not engine.made.still_waits("a", ends), "it has not been told to"
+    assert not engine.made.still_deferred("a", ends), "it has not been told to"
     assert engine.waits("a", ends)
     *needed, last = ends
-    assert engine.made.still_waits("a", ends)
+    assert engine.made.still_deferred("a", ends)
     stored(disk, {key: ends[key] for key in needed})
-    assert engine.made.still_waits("a", ends), "the last one has not come"
+    assert engine.made.still_deferred("a", ends), "the last one has not come"
     stored(disk, {last: ends[last]})
-    assert not engine.made.still_waits("a", ends)
+    assert not engine.made.still_deferred("a", ends)
     assert not engine.waits("a", ends)
 
 
@@ -194,7 +194,7 @@ def test_all_may_have_come_while_others_load(disk: Stack) -> None:
     engine.comes("a")
     assert engine.waits("a", ends)
     stored(disk, ends)
-    assert not engine.made.still_waits("a", ends)
+    assert not engine.made.still_deferred("a", ends)
     assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK
 
 
@@ -206,7 +206,7 @@ def test_what_is_being_stored_here_has_not_come_yet(disk: Stack) -> None:
     assert taken == list(ends)
     engine.comes("a")
     assert engine.waits("a", ends)
-    assert engine.made.still_waits("a", ends)
+    assert engine.made.still_deferred("a", ends)
     engine.made.report(errand.number, Report(ranks=1))
     assert not engine.waits("a", ends)
     assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK

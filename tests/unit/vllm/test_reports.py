@@ -226,11 +226,11 @@ def test_a_prompt_counts_as_used_once(stack: Stack, monkeypatch: pytest.MonkeyPa
     asking = manager(stack, FULL)
     managed, ends = asking.manager, asking.keys(4)
     managed.on_new_request("unknown", None)
-    managed.uses("unknown", ends)
+    managed.mark_used("unknown", ends)
     assert touched.count == 0, "its keys do not tell what it is"
     managed.on_new_request("a")
     for _ in range(3):
-        managed.uses("a", ends)
+        managed.mark_used("a", ends)
     assert touched.count == 1
 
 

@@ -21,7 +21,7 @@ from kvtier.vllm.protocol import Report
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -> None:
     from kvtier.vllm import KVTierConnector
-    from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata
+    from kvtier.vllm.hooks.worker import ErrandMetadata
 
     adapters, distrusted = Adapters(), list[bool]()
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -30,8 +30,8 @@ def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -
     connector: Any = KVTierConnector.__new__(KVTierConnector)
     connector.connector_scheduler = SimpleNamespace(update_connector_output=lambda _: None)
     connector._manager = SimpleNamespace(
-        mistook=lambda _: None,
-        distrust_stores=lambda: distrusted.append(True),
+        meter=SimpleNamespace(mistook=lambda _: None),
+        chain_manager=SimpleNamespace(distrust_stores=lambda: distrusted.append(True)),
         report=lambda number, report: None if adapters.holds(number, report) else "",
     )
     for errand, invalid in enumerate([set(), {3}]):
@@ -63,7 +63,7 @@ def test_the_scheduler_waits_for_no_look_at_an_adapters_files(
     with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
         asking = manager(stack, FULL)
         asked = VllmManager(asking.manager, events=False, keeps=False)
-        asked.adapters = Adapters(patience_s=60.0)
+        asked._adapters = Adapters(patience_s=60.0)
         ends, context = asking.keys(2), SimpleNamespace(req_id="first")
 
         def step_while(waits: Callable[[], bool]) -> None:
@@ -89,4 +89,4 @@ def test_the_scheduler_waits_for_no_look_at_an_adapters_files(
             asked.on_new_request(SimpleNamespace(req_id=name))
             step_while(partial(asked.awaits_adapter, name))
             assert asking.hit(name, ends, 2 * CHUNK) == (2 * CHUNK if lora else 0)
-        asked.adapters.close()
+        asked._adapters.close()

@@ -1,7 +1,7 @@
 """Connected sockets whose waits are bounded, plain and TLS, and what their errors mean.
 
 On plain sockets the kernel does the waiting (SO_RCVTIMEO with MSG_WAITALL). A whole body then
-costs one system call and one release of Python's lock.
+costs one system call and one release of the GIL.
 """
 
 from __future__ import annotations
