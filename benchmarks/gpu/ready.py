@@ -24,8 +24,8 @@ from typing import Any
 
 from kvtier.core.slab.pieces import PIECE_BYTES
 from kvtier.device.cuda.device import CudaRegistrar
-from kvtier.device.pinned import PinnedMemory
-from kvtier.device.queue import Steps
+from kvtier.device.pacing import EngineSteps
+from kvtier.device.pinned import PinnedMemory, PinPlan
 from kvtier.system import memory as taking
 from kvtier.system.memory import GIB, address_of, populate
 
@@ -98,8 +98,8 @@ def pin(registrar: CudaRegistrar, fd: int, size: int, *, map_first: bool) -> Non
 
 def launch_beside(torch: Any, registrar: CudaRegistrar | None, view: memoryview) -> None:
     """How long the launches of a loop take that stands for an engine, alone or beside pinning."""
-    steps, stopping, number = Steps(), threading.Event(), torch.zeros(1024, device="cuda")
-    memory = PinnedMemory(view, SLOT_BYTES, registrar, steps=steps) if registrar else None
+    steps, stopping, number = EngineSteps(), threading.Event(), torch.zeros(1024, device="cuda")
+    memory = PinnedMemory(view, SLOT_BYTES, registrar, PinPlan(steps)) if registrar else None
     steps.began()
     thread = threading.Thread(target=memory.pin_rest, args=(stopping,)) if memory else None
     if thread is not None:

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from kvtier.core.slab.pieces import PIECE_BYTES, pieces_of
-from kvtier.device.queue import Gaps, Steps
+import msgspec
+
+from kvtier.core.slab.pieces import pieces_of
+from kvtier.device.pacing import EngineSteps, Gaps
 from kvtier.record.record import Buffer
 from kvtier.system.memory import GIB, SAY_EVERY_S, Populating, address_of, system_takes
 
@@ -44,6 +46,18 @@ class Registrar(Protocol):
         """Give it back."""
 
 
+class PinPlan(msgspec.Struct):
+    """What of a region a rank pins, and beside what."""
+
+    steps: EngineSteps = msgspec.field(default_factory=EngineSteps)
+    order: Sequence[range] = ()
+    """Its slots in pieces; one behind the other if none are named."""
+    least_slots: int = 0
+    """So many are pinned before the engine serves, however long that takes."""
+    note: Callable[[int], object] = lambda slots: None
+    """Told how many are pinned so far."""
+
+
 class PinnedMemory:
     """A region's slots, to be pinned in an order, until this is closed.
 
@@ -57,30 +71,23 @@ class PinnedMemory:
         data: Buffer,
         slot_bytes: int,
         registrar: Registrar,
+        plan: PinPlan,
         *,
-        order: Sequence[range] = (),
-        least_bytes: int = 0,
-        steps: Steps | None = None,
-        note: Callable[[int], object] = lambda slots: None,
         cores: Collection[int] = (),
-        piece_bytes: int = PIECE_BYTES,
         page_bytes: int = mmap.PAGESIZE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registrar = registrar
+        self._plan = plan
         self._data = data[:]
         self._addresses: list[int] = []
         self._base = address_of(data)
         self._size = len(data)
         self._slot_bytes = slot_bytes
         self._page_bytes = page_bytes
-        self._order = list(order) or list(
-            pieces_of(len(data) // slot_bytes, slot_bytes, self._base, piece_bytes, page_bytes)
-        )
-        self._least_bytes = least_bytes
-        self._steps = steps or Steps()
-        self._gaps = Gaps(self._steps, clock)
-        self._note = note
+        slots = self._size // slot_bytes
+        self._order = plan.order or list(pieces_of(slots, slot_bytes, self._base))
+        self._gaps = Gaps(plan.steps, clock)
         self._cores = cores
         self._clock = clock
         self._pinned = 0
@@ -88,19 +95,20 @@ class PinnedMemory:
         """Seconds that a byte takes."""
         self._refused = False
         self._began = self._said = clock()
-        note(0)
+        plan.note(0)
 
     # -- before the engine serves ----------------------------------------------------------
 
     def pin_first(self, stopping: threading.Event) -> None:
         """Pin as much as the engine's start is to wait for, or all. None if it has begun to work:
         then it waits for nothing."""
+        least = self._plan.least_slots * self._slot_bytes
         end = self._began + max(_FIRST_S, self._size / _FIRST_BYTES_A_S)
         self._said = self._clock()
         populating: Populating | None = None
         for index, piece in enumerate(self._order):
-            late = self._clock() >= end and self._pinned >= self._least_bytes
-            if late or self._steps.any or self._refused or stopping.is_set():
+            late = self._clock() >= end and self._pinned >= least
+            if late or self._plan.steps.any or self._refused or stopping.is_set():
                 break
             if populating is None:
                 logger.info("pinning %.1f GiB of CPU memory", self._size / GIB)
@@ -178,7 +186,7 @@ class PinnedMemory:
         self._addresses.append(address)
         self._pinned += size
         self._rate = taken / size
-        self._note(self._pinned // self._slot_bytes)
+        self._plan.note(self._pinned // self._slot_bytes)
         return taken
 
     def _say_how_far(self) -> None:

@@ -34,7 +34,7 @@ from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import Errand, Report
 from kvtier.vllm.settings import read_engine, read_namespace, read_stack
-from kvtier.vllm.worker import RankWorker
+from kvtier.vllm.worker import RankShare, RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +95,14 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             kind.begin_memory(stack.tiers[0], self._near)
         return RankWorker(
             kv_caches,
-            blocks_per_chunk=self.blocks_per_chunk,
-            group_ids=[group.group_id for group in config.groups],
-            rank=config.parallel.rank,
-            ranks=config.parallel.world_size,
-            alike=ranks_alike(config),
-            pipelined=config.parallel.pp_size > 1,
+            RankShare(
+                rank=config.parallel.rank,
+                ranks=config.parallel.world_size,
+                blocks_per_chunk=self.blocks_per_chunk,
+                group_ids=tuple(group.group_id for group in config.groups),
+                alike=ranks_alike(config),
+                pipelined=config.parallel.pp_size > 1,
+            ),
             gds=stack.gds,
             folders=stack_config.folders(stack),
             attach=kind.attach,

@@ -1,4 +1,17 @@
-"""The Triton kernels that gather, scatter and check pages: built, and launched without overhead."""
+"""The Triton kernels between an engine's pages and a staging buffer, and for the checksums in it:
+themselves, and how they are built and launched.
+
+The shapes in them give every thread one number of each tensor, next to its neighbours': no version
+of Triton has another choice. What a thread is to have on the way at once are tuples. One build
+serves all numbers and places, because others would be built in the middle of some load.
+
+The checksum is the record's: xxh3 with 64 bits and no seed, of every piece of a part. That adds up
+blocks of 1 KiB, which is done for all of them at once, and then goes through these sums one after
+the other, which is done for all pieces at once.
+"""
+
+# Kernels are Triton's language, which looks like Python.
+# mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -17,7 +30,7 @@ import triton
 import triton.language as tl
 
 from kvtier.device import accelerator
-from kvtier.device.xxh3_constants import END_AT, LAST_AT, SCRAMBLE_AT, SECRET, START
+from kvtier.device.host_kernels import END_AT, LAST_AT, SCRAMBLE_AT, SECRET, START
 from kvtier.record.record import PIECE_BYTES, TAIL_BYTES, pieces_of
 
 logger = logging.getLogger(__name__)
@@ -127,15 +140,7 @@ def _launcher() -> Any:
     return launcher
 
 
-# Triton kernels between an engine's pages and a staging buffer.
-
-# This is Triton's language, which looks like Python.
-# mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
-
-
-# The shapes below give every thread one number of each tensor, next to its neighbours': no version
-# of Triton has another choice. What a thread is to have on the way at once are tuples.
-# One build serves all numbers and places, because others would be built in the middle of some load.
+# -- pages -----------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["there", "here", "count"])
@@ -196,14 +201,7 @@ def move_pages(
         first += tl.num_programs(0) * units_at_once
 
 
-# Triton kernels for the checksums of records in a staging buffer.
-#
-# The checksum is the record's: xxh3 with 64 bits and no seed, of every piece of a part. That adds
-# up blocks of 1 KiB, which is done for all of them at once, and then goes through these sums one
-# after the other, which is done for all pieces at once.
-
-# This is Triton's language, which looks like Python.
-# mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
+# -- checksums -------------------------------------------------------------------------------
 
 
 def constants() -> npt.NDArray[np.int64]:
@@ -228,11 +226,6 @@ _SCRAMBLE = tl.constexpr(8)
 _LAST = tl.constexpr(16)
 _END = tl.constexpr(24)
 _STRIPES = tl.constexpr(32)
-
-
-# The shapes below give every thread one number of each tensor, next to its neighbours': no version
-# of Triton has another choice. What a thread is to have on the way at once are tuples.
-# One build serves all numbers and places, because others would be built in the middle of some load.
 
 
 @triton.jit
@@ -363,10 +356,7 @@ def finish_sums(
     tl.store(sums + at, digest.to(tl.int64, bitcast=True), mask=at < parts * pieces)
 
 
-# Triton kernels between an engine's pages and a staging buffer, and for the checksums in it.
-#
-# `page_kernels` and `checksum_kernels` are the kernels themselves; here they are built and
-# launched.
+# -- building and launching ------------------------------------------------------------------
 
 ERRORS = (
     *accelerator.ERRORS,

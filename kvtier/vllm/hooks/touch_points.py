@@ -152,12 +152,6 @@ _TYPES = (
         why="events name what is in a block as vLLM's own events do, so that routers can match "
         "them; and ranks that share a context hold a part of each block",
     ),
-    TouchPoint(
-        "vllm._custom_ops",
-        "swap_blocks_batch(src_ptrs,dst_ptrs,sizes)",
-        used_by="interfaces.py",
-        why="on CUDA many small pieces are copied in one call, several times as fast",
-    ),
 )
 
 _CONFIGURATION = (

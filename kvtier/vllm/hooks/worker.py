@@ -118,7 +118,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._submit_stores()
         if flushed:
             # At a reset all loads are among them. Requests keep the blocks that theirs go to.
-            self._rank.make_way(flushed - self._load_jobs.keys())
+            self._rank.release_blocks(flushed - self._load_jobs.keys())
         if kv_connector_metadata.load_jobs:
             self._mark = self._rank.mark()
 

@@ -13,13 +13,13 @@ from support.device.device_worlds import keys_of
 from support.device.direct_engine import RANKS, Engine
 from support.tiers.chains import is_quiet
 
+from kvtier.backends.cpu import Region
 from kvtier.cost.model import CostModel
-from kvtier.device.queue import Steps
 from kvtier.errors import MediumError
 from kvtier.move.threads import ThreadMover
 from kvtier.settings import Gds
 from kvtier.types import BlockKey, Outcome, Presence
-from kvtier.vllm.worker import Pinning, device_of
+from kvtier.vllm.worker import RankShare, RankWorker
 
 KEYS = keys_of(12)
 HIT, MISS = Presence.HIT, Presence.MISS
@@ -288,8 +288,9 @@ def test_whatever_happens_the_bytes_are_right(tmp_path: Path, seed: int) -> None
 def test_what_is_required_of_a_rank_without_a_gpu_keeps_it_from_starting(tmp_path: Path) -> None:
     device = SimpleNamespace(type="cpu", index=None)
     caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=device))])
+    share = RankShare(rank=0, ranks=1, blocks_per_chunk=1, group_ids=(0,))
     with pytest.raises(
         MediumError, match=r"required for .*, but the KV tensors are on a cpu device: mend"
     ):
-        device_of(caches, Gds.REQUIRE, [tmp_path], Pinning(0, Steps()))
-    assert device_of(caches, Gds.AUTO, [tmp_path], Pinning(0, Steps()))
+        RankWorker(caches, share, gds=Gds.REQUIRE, folders=[tmp_path], attach=Region.attach)
+    RankWorker(caches, share, gds=Gds.AUTO, folders=[tmp_path], attach=Region.attach)

@@ -14,15 +14,17 @@ import numpy as np
 
 from kvtier.backends.cpu import Region
 from kvtier.cost.model import CostModel
-from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout
+from kvtier.device.copier import DeviceCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.worker import RankWorker
+from kvtier.vllm.worker import RankShare, RankWorker
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
 from support.scheduler.asking import AddingManager
@@ -67,10 +69,7 @@ class Rank:
         )
         self.worker = RankWorker(
             caches,
-            blocks_per_chunk=1,
-            group_ids=[0],
-            rank=rank,
-            ranks=RANKS,
+            RankShare(rank, RANKS, blocks_per_chunk=1, group_ids=(0,)),
             attach=Region.attach,
             open_copier=self._open_copier,
         )
@@ -82,7 +81,9 @@ class Rank:
             loader = DirectLoader(layout, self.driver, namespace, stages=3)
             return loader if self._able else None
 
-        return CudaCopier(layout, self.device, region, namespace, open_direct=open_direct)
+        return CudaCopier(
+            RankRecords(layout, region, namespace), self.device, open_direct=open_direct
+        )
 
     def wait_until_open(self) -> None:
         """Until the copier's own thread has found out whether files can be read directly."""
@@ -138,13 +139,13 @@ class Engine:
         assert len(taken) == len(keys)
         ids = np.arange(first, first + len(keys))
         for rank in self.ranks:
-            random = np.random.default_rng(abs(hash((keys[0], rank.worker._part))))
+            random = np.random.default_rng(abs(hash((keys[0], rank.worker._share.part))))
             rank.pages[:, ids] = random.integers(0, 256, (LAYERS, len(keys), PAGE), np.uint8)
         for index, key in enumerate(keys):
             self.contents[key] = [rank.pages[:, ids[index]].tobytes() for rank in self.ranks]
         job = next(self._names)
         for rank in self.ranks:
-            rank.worker.store(job, errand, Blocks(ids, [len(ids)], [0]))
+            rank.worker.store(job, errand, DeviceBlocks(ids, [len(ids)], [0]))
         for rank in self.ranks:
             rank.wait_until_open()  # what the reports of this store then say is for certain
         self.finish(errand)
@@ -170,7 +171,7 @@ class Engine:
         ids = np.arange(first, first + len(errand.keys))
         for rank in self.ranks:
             rank.pages[:, ids] = 0
-            rank.worker.load(job, errand, Blocks(ids, [len(ids)], [0]))
+            rank.worker.load(job, errand, DeviceBlocks(ids, [len(ids)], [0]))
         return errand
 
     def finish(self, errand: Errand) -> dict[int, Outcome]:

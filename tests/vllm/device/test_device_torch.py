@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.device.copier import DeviceLayout
 from kvtier.device.cpu import PageCopier, host_arrays
-from kvtier.device.proofs import Parts
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.records import RecordParts
 from kvtier.record.record import part_sum
 
 pytestmark = pytest.mark.vllm
@@ -42,9 +42,6 @@ _KERNELS = """
 import numpy as np
 import torch
 from kvtier.record.record import part_sum, pieces_of, sum_of
-from kvtier.device.cuda import checksum_kernels, kernels
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.cuda.staging_buffers import references_of
 
 rng = np.random.default_rng(0)
 pools = [rng.integers(0, 256, (24, size + pad), dtype=np.uint8)
@@ -104,7 +101,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from kvtier.device.cuda import kernels
 
 builds, together = {}, {"move_pages": 8, "add_blocks": 16}
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -185,7 +181,6 @@ import threading
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from kvtier.device.cuda import kernels
 
 class Driver:
     def get_current_target(self):
@@ -234,9 +229,6 @@ from support.tiers.cpu_regions import CONTEXT, NAMESPACE, opened
 from kvtier.backends.cpu import Region, sharing
 from kvtier.core.slab.layout import read_entries
 from kvtier.core.slab.pieces import pinning_order
-from kvtier.device.cuda import cuda_device as cuda
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.queue import Steps
 
 pages = np.zeros((16, 4096), np.uint8)
 tensor = DeviceTensor(pages.ctypes.data, 16, 4096, 4096)
@@ -251,16 +243,16 @@ with opened(Path(tempfile.mkdtemp())) as tier:
     copier = cuda.open_copier(
         layout,
         region,
-        region.data,
         NAMESPACE.digest,
         index=0,
-        order=pinning_order(region.header, read_entries(region.table, region.header.slots)),
-        least_slots=2,
-        steps=Steps(),
-        note=note,
+        plan=PinPlan(
+            order=pinning_order(region.header, read_entries(region.table, region.header.slots)),
+            least_slots=2,
+            note=note,
+        ),
     )
     assert copier.make_ready(600)
-    assert copier._loads.staged and copier._stores.staged
+    assert copier.staged
     assert copier.prepared.wait(600)
     print(pinned, region.header.slots)
     copier.close()
@@ -279,8 +271,6 @@ import ctypes
 from support.device import pretend_cuda
 import numpy as np
 import torch
-from kvtier.device.cuda import cuda_device as cuda, kernels, staging_buffers as staging
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 
 inside, to = [], torch.Tensor.to
 
@@ -414,7 +404,7 @@ def test_torch_tensors_are_copied_in_place() -> None:
     assert (found[:32] == before[3, :32].numpy()).all()
     assert (found[32:64] == before[9, :32].numpy()).all()
     assert (found[-24:] == before[9, 64:88].numpy()).all()
-    parts = Parts(np.frombuffer(part, np.uint8)[None], np.arange(1))
+    parts = RecordParts(np.frombuffer(part, np.uint8)[None], np.arange(1))
     copier.scatter(0, np.array([[12, 13]]), parts, np.array([part_sum(part)], np.uint64))
     assert (tensor[12, :88] == before[3, :88]).all()
     assert (tensor[13, :88] == before[9, :88]).all()
