@@ -1,8 +1,8 @@
-"""The workers' side: carries errands between a rank's KV tensors and the engine's region.
+"""The workers' side: carries worker jobs between a rank's KV tensors and the engine's region.
 
-The region is mapped before the engine serves, or when the first errand names it, and mapped anew
+The region is mapped before the engine serves, or when the first worker job names it, and mapped anew
 when a later one names another.
-Nothing here raises: an errand that cannot be carried out is reported as failed.
+Nothing here raises: a worker job that cannot be carried out is reported as failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvtier.interfaces.handler import HostRegion
 from kvtier.interfaces.mover import TransferKind
 from kvtier.settings import Gds
 from kvtier.types import Outcome
-from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.protocol import NO_SLOT, Geometry, Report, WorkerJob
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class RankWorker:
         self._region: HostRegion | None = None
         self._opened: tuple[str, Geometry] | None = None
         self._numbers: dict[int, tuple[int, TransferKind]] = {}
-        """The errand of each job under way, and what kind of job it is."""
+        """The worker job of each job under way, and what kind of job it is."""
         self._writes_first = writes_first()
         self._overtaken: set[int] = set()
         """Jobs whose blocks the engine may have written to before they were copied out."""
@@ -133,17 +133,19 @@ class RankWorker:
 
     # -- jobs ------------------------------------------------------------------------------
 
-    def store(self, job_id: int, errand: Errand, blocks: DeviceBlocks) -> None:
+    def store(self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks) -> None:
         """Copy blocks out of the device; reported later, like everything that goes wrong."""
-        self._submit(job_id, errand, blocks, TransferKind.STORE)
+        self._submit(job_id, worker_job, blocks, TransferKind.STORE)
 
-    def load(self, job_id: int, errand: Errand, blocks: DeviceBlocks, mark: object = None) -> None:
+    def load(
+        self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks, mark: object = None
+    ) -> None:
         """Copy blocks into the device as they arrive in the region, after what the engine had given
         its device to do when the mark was taken, or has by now."""
-        if any(s == NO_SLOT and i not in errand.files for i, s in enumerate(errand.slots)):
-            self._fail(job_id, errand, Outcome.DROPPED)
+        if any(s == NO_SLOT and i not in worker_job.files for i, s in enumerate(worker_job.slots)):
+            self._fail(job_id, worker_job, Outcome.DROPPED)
             return
-        self._submit(job_id, errand, blocks, TransferKind.LOAD, mark)
+        self._submit(job_id, worker_job, blocks, TransferKind.LOAD, mark)
 
     def mark(self) -> object:
         """Called when the engine is about to compute: whether to begin loads before it has, and
@@ -153,55 +155,57 @@ class RankWorker:
     def _submit(
         self,
         job_id: int,
-        errand: Errand,
+        worker_job: WorkerJob,
         blocks: DeviceBlocks,
         kind: TransferKind,
         mark: object = None,
     ) -> None:
         try:
-            copier = self._open(errand.region, errand.geometry)
+            copier = self._open(worker_job.region, worker_job.geometry)
             if kind is TransferKind.STORE and not self._share.writes:
                 report = Report(1, reads_files=self._reads_files)
-                self._ended.append(EndedJob(job_id, errand.number, True, report, 0.0))
+                self._ended.append(EndedJob(job_id, worker_job.number, True, report, 0.0))
                 return
-            self._numbers[job_id] = (errand.number, kind)
+            self._numbers[job_id] = (worker_job.number, kind)
             copier.submit(
                 CopyJob(
                     id=job_id,
                     kind=kind,
-                    keys=errand.keys,
-                    slots=errand.slots,
+                    keys=worker_job.keys,
+                    slots=worker_job.slots,
                     blocks=blocks,
-                    deadline=errand.deadline,
-                    files=errand.files,
+                    deadline=worker_job.deadline,
+                    files=worker_job.files,
                 ),
                 mark,
             )
         except (KVTierError, OSError, RuntimeError, ValueError) as error:
             if str(error) != self._said:  # else once a request, for ever
                 self._said = str(error)
-                logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
-            self.abandon(job_id, errand)
+                logger.warning(
+                    "a %s of %d blocks failed: %s", kind.value, len(worker_job.keys), error
+                )
+            self.abandon(job_id, worker_job)
 
-    def _fail(self, job_id: int, errand: Errand, outcome: Outcome) -> None:
-        failures = dict.fromkeys(range(len(errand.keys)), outcome)
+    def _fail(self, job_id: int, worker_job: WorkerJob, outcome: Outcome) -> None:
+        failures = dict.fromkeys(range(len(worker_job.keys)), outcome)
         report = Report(1, failures, reads_files=self._reads_files)
-        self._ended.append(EndedJob(job_id, errand.number, False, report, 0.0))
+        self._ended.append(EndedJob(job_id, worker_job.number, False, report, 0.0))
 
     @property
     def _reads_files(self) -> bool:
         return self._copier is not None and self._copier.reads_files
 
     def give_up(self, number: int) -> None:
-        """Wait no longer for what has not arrived of an errand's load."""
+        """Wait no longer for what has not arrived of a worker job's load."""
         for job_id, (each, _) in self._numbers.items():
             if each == number and self._copier is not None:
                 self._copier.give_up(job_id)
 
-    def abandon(self, job_id: int, errand: Errand) -> None:
+    def abandon(self, job_id: int, worker_job: WorkerJob) -> None:
         """Report that a job failed which the copier does not have."""
         self._numbers.pop(job_id, None)
-        self._fail(job_id, errand, Outcome.IO_ERROR)
+        self._fail(job_id, worker_job, Outcome.IO_ERROR)
 
     # -- results ---------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class RankWorker:
 
     def make_ready(self, group_bytes: tuple[int, ...], parts: int, least_slots: int) -> None:
         """Before the engine serves: open its region, and return when copies are as fast as the
-        start should wait for. What this cannot do the first errand does, or fails at."""
+        start should wait for. What this cannot do the first worker job does, or fails at."""
         try:
             path = self._find_region()
             if path is None:

@@ -96,7 +96,7 @@ _BASE_CLASSES = (
         f"{_OFFLOADING}.common:OffloadingWorkerMetadata",
         "completed_jobs transfer_stats mark_completed(job_id) aggregate(other)",
         used_by="worker.py",
-        why="carries the outcome of each errand to the scheduler: else blocks would count as "
+        why="carries the outcome of each worker_job to the scheduler: else blocks would count as "
         "stored that are not, and give wrong answers",
         derived=True,
     ),

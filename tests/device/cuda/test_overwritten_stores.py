@@ -54,15 +54,15 @@ class Setting:
         )
 
     def store(self) -> int:
-        taken, errand = self.manager.prepare_store(self.keys, "a")
+        taken, worker_job = self.manager.prepare_store(self.keys, "a")
         assert taken == self.keys
-        self.worker.store(1, errand, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
-        return errand.number
+        self.worker.store(1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
+        return worker_job.number
 
     def load(self) -> int:
-        errand = self.manager.prepare_load(self.keys, "b")
-        self.worker.load(2, errand, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
-        return errand.number
+        worker_job = self.manager.prepare_load(self.keys, "b")
+        self.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+        return worker_job.number
 
     def end(self, number: int) -> EndedJob:
         while not (found := self.worker.poll()):
@@ -123,8 +123,8 @@ def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) 
         mock.patch.object(copier, "mark", return_value="before"),
         mock.patch.object(copier, "submit") as submit,
     ):
-        errand = setting.manager.prepare_load(setting.keys, "b")
-        setting.worker.load(2, errand, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
+        worker_job = setting.manager.prepare_load(setting.keys, "b")
+        setting.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
         assert setting.worker.mark() == "before"
         setting.worker._writes_first = False
         assert setting.worker.mark() is None, "it may yet write there"

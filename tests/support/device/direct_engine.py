@@ -23,7 +23,7 @@ from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
-from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.worker import RankShare, RankWorker
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
@@ -135,7 +135,7 @@ class Engine:
 
     def store(self, keys: Sequence[BlockKey], first: int = 0) -> None:
         """Random bytes for these keys, out of the devices and down to the disk."""
-        taken, errand = self.manager.prepare_store(keys, "storing")
+        taken, worker_job = self.manager.prepare_store(keys, "storing")
         assert len(taken) == len(keys)
         ids = np.arange(first, first + len(keys))
         for rank in self.ranks:
@@ -145,10 +145,10 @@ class Engine:
             self.contents[key] = [rank.pages[:, ids[index]].tobytes() for rank in self.ranks]
         job = next(self._names)
         for rank in self.ranks:
-            rank.worker.store(job, errand, DeviceBlocks(ids, [len(ids)], [0]))
+            rank.worker.store(job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
         for rank in self.ranks:
             rank.wait_until_open()  # what the reports of this store then say is for certain
-        self.finish(errand)
+        self.finish(worker_job)
         self.settle()
 
     def store_alone(self, keys: Sequence[BlockKey]) -> None:
@@ -163,37 +163,37 @@ class Engine:
         """Only the disk holds these now."""
         self.cpu.forget(keys)
 
-    def begin(self, keys: Sequence[BlockKey], first: int = 100, request: str = "r") -> Errand:
+    def begin(self, keys: Sequence[BlockKey], first: int = 100, request: str = "r") -> WorkerJob:
         return self.begin_with(self.manager.prepare_load(keys, request), first)
 
-    def begin_with(self, errand: Errand, first: int = 100) -> Errand:
+    def begin_with(self, worker_job: WorkerJob, first: int = 100) -> WorkerJob:
         job = next(self._names)
-        ids = np.arange(first, first + len(errand.keys))
+        ids = np.arange(first, first + len(worker_job.keys))
         for rank in self.ranks:
             rank.pages[:, ids] = 0
-            rank.worker.load(job, errand, DeviceBlocks(ids, [len(ids)], [0]))
-        return errand
+            rank.worker.load(job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
+        return worker_job
 
-    def finish(self, errand: Errand) -> dict[int, Outcome]:
+    def finish(self, worker_job: WorkerJob) -> dict[int, Outcome]:
         """Step until all ranks have reported; what failed, by position."""
         left, merged = RANKS, Report(0)
         while left:
             self.chain.poll()
             for rank in self.ranks:
                 for ended in rank.worker.poll():
-                    assert ended.number == errand.number
+                    assert ended.number == worker_job.number
                     left -= 1
                     merged = merged.merge(ended.report)
                     request = self.manager.report(ended.number, ended.report)
                     self.failed += [request] if request else []
         return merged.failures
 
-    def load(self, keys: Sequence[BlockKey], first: int = 100) -> Errand:
+    def load(self, keys: Sequence[BlockKey], first: int = 100) -> WorkerJob:
         """Load, and compare every byte of every rank."""
-        errand = self.begin(keys, first)
-        assert self.finish(errand) == {}
+        worker_job = self.begin(keys, first)
+        assert self.finish(worker_job) == {}
         self.compare(keys, first)
-        return errand
+        return worker_job
 
     def compare(self, keys: Sequence[BlockKey], first: int = 100) -> None:
         for index, key in enumerate(keys):
