@@ -195,7 +195,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def step_began(self, scheduled: Any) -> int | None:
-        """The engine goes to work on this; a worker job of a load that it had better not wait for."""
+        """The engine goes to work on this; the job of a load that it had better not wait for."""
         self._manager.step_began(*prompt_tokens(scheduled), scheduled.num_scheduled_tokens)
         return self._manager.give_up() if self._manager.copying else None
 

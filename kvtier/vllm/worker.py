@@ -1,8 +1,8 @@
 """The workers' side: carries worker jobs between a rank's KV tensors and the engine's region.
 
-The region is mapped before the engine serves, or when the first worker job names it, and mapped anew
-when a later one names another.
-Nothing here raises: a worker job that cannot be carried out is reported as failed.
+The region is mapped before the engine serves, or when the first job names it, and mapped anew when
+a later one names another. Nothing here raises: a job that cannot be carried out is reported as
+failed.
 """
 
 from __future__ import annotations

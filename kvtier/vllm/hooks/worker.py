@@ -1,7 +1,7 @@
 """vLLM's `OffloadingConnectorWorker`, without its assertions that no transfer ever fails.
 
-`FailureTolerantWorker` takes its place and lets transfers fail one by one. `WorkerJobMetadata` carries
-the outcome of each worker job to the scheduler.
+`FailureTolerantWorker` takes its place and lets transfers fail one by one. `WorkerJobMetadata`
+carries the outcome of each job to the scheduler.
 """
 
 from __future__ import annotations
