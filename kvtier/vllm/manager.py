@@ -386,8 +386,8 @@ class ChainManager:
         self._computing = bool(tokens)
 
     def give_up(self) -> int | None:
-        """The job of a load that is not worth waiting for any longer, if the engine has nothing else
-        to compute."""
+        """The job of a load that is not worth waiting for any longer, if the engine has nothing
+        else to compute."""
         busy = self._computing or self._requests.anybody_waits
         return None if busy else self._deadlines.give_up()
 
