@@ -35,6 +35,7 @@ BESIDE_S = 5.0
 _BUILD = """
 import time
 import torch
+from kvtier.device.cuda import runtime, staging_buffers
 torch.zeros(1, device="cuda")
 began = time.monotonic()
 staging_buffers.try_out(torch, 0, runtime.runtime_copy(torch))
