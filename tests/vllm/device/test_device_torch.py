@@ -41,6 +41,9 @@ def said_by(program: str, folder: Path | None = None, *, interpreted: bool = Tru
 _KERNELS = """
 import numpy as np
 import torch
+from kvtier.device.cuda import kernels
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.cuda.staging_buffers import references_of
 from kvtier.record.record import part_sum, pieces_of, sum_of
 
 rng = np.random.default_rng(0)
@@ -76,7 +79,7 @@ for size in (*sizes, (4 << 20) + 1016):  # the last: a piece that is longer than
     data = rng.integers(0, 256, (2, size), dtype=np.uint8)
     totals = torch.zeros(kernels.totals_of(2, size), dtype=torch.int64)
     sums = torch.zeros(2 * pieces_of(size), dtype=torch.int64)
-    numbers = torch.from_numpy(checksum_kernels.constants())
+    numbers = torch.from_numpy(kernels.constants())
     words = torch.from_numpy(data).view(torch.int64)
     kernels.digest(words, numbers, totals, sums.data_ptr(), 2, size, 3)
     found = sums.numpy().view(np.uint64).reshape(2, -1).tolist()
@@ -96,6 +99,7 @@ import re
 import subprocess
 from pathlib import Path
 import torch
+from kvtier.device.cuda import kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -179,6 +183,7 @@ def test_the_kernels_can_be_built_for_devices_that_are_not_here(tmp_path: Path) 
 _BUILT = """
 import threading
 import torch
+from kvtier.device.cuda import kernels
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -225,6 +230,9 @@ from functools import partial
 from pathlib import Path
 from support.device import pretend_cuda
 import numpy as np
+from kvtier.device.cuda import device as cuda
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.pinned import PinPlan
 from support.tiers.cpu_regions import CONTEXT, NAMESPACE, opened
 from kvtier.backends.cpu import Region, sharing
 from kvtier.core.slab.layout import read_entries
@@ -270,6 +278,8 @@ import contextlib
 import ctypes
 from support.device import pretend_cuda
 import numpy as np
+from kvtier.device.cuda import device as cuda, kernels, staging_buffers as staging
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 import torch
 
 inside, to = [], torch.Tensor.to
@@ -399,7 +409,7 @@ def test_torch_tensors_are_copied_in_place() -> None:
     assert layout.tensors[1].base == tensor.data_ptr() + 32
     copier = PageCopier(layout, host_arrays(caches))
     part = memoryview(bytearray(layout.part_bytes[0]))
-    copier.gather(0, [3, 9], 0, part)
+    copier.gather(0, [3, 9], part)
     found = np.frombuffer(part, np.int8)
     assert (found[:32] == before[3, :32].numpy()).all()
     assert (found[32:64] == before[9, :32].numpy()).all()

@@ -176,7 +176,7 @@ def test_a_block_that_is_not_there_is_an_error(kernels: host_kernels.Kernels) ->
     tensors = Tensors([STRIPE * 4, TAIL_BYTES], 2)
     part = a_part(tensors.layout)
     with pytest.raises((IndexError, ValueError)):
-        tensors.copier(kernels).gather(0, [0, BLOCKS], 0, part.data)
+        tensors.copier(kernels).gather(0, [0, BLOCKS], part.data)
 
 
 @pytest.mark.parametrize("page", [4096, STRIP_BYTES], ids=["small", "large"])
