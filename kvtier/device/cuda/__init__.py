@@ -4,5 +4,6 @@
 - `runtime`: the CUDA runtime in this process, events, and batched copies.
 - `copier`: the copier itself; `paths`: how a batch moves, by way of `staging_buffers` or page by
   page.
-- `kernels`: the Triton kernels that gather, scatter and check pages, built and launched.
+- `kernels`: the Triton kernels that gather, scatter and check pages; `launch` launches them without
+  Triton's overhead.
 """

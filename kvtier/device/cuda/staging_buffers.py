@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.device.accelerator import Stage, StreamEvent
 from kvtier.device.cuda import kernels
-from kvtier.device.cuda.kernels import QuickLaunch
+from kvtier.device.cuda.launch import QuickLaunch
 from kvtier.device.cuda.runtime import end_of
 from kvtier.device.layout import DeviceLayout, DeviceTensor, Ints, PageRef
 from kvtier.device.records import Bytes
