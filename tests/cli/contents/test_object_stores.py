@@ -126,7 +126,7 @@ def test_claims_stay_with_what_cannot_be_removed(
     unlink = Disk.unlink
 
     def protect(disk: Disk, path: Path) -> None:
-        if "/blocks/" in str(path):
+        if "/blocks/" in f"{Path(path).parent.resolve()}/":
             raise PermissionError(errno.EPERM, "protected")
         unlink(disk, path)
 
@@ -156,7 +156,7 @@ def test_what_a_store_does_not_delete_is_not_called_in_use(
     unlink = Disk.unlink
 
     def protect(disk: Disk, path: Any) -> None:
-        if "/blocks/" in str(path):
+        if "/blocks/" in f"{Path(path).parent.resolve()}/":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         unlink(disk, path)
 
@@ -412,9 +412,7 @@ def test_a_target_that_is_down_is_called_that(
     target.write_text(text.replace(f'url: "file://{tmp_path}/store"', down))
     done = command(*words, "-c", target, "--json")
     assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        "kvtier: nothing listens at http://127.0.0.1:9: the endpoint is down, or elsewhere\n"
-    )
+    assert done.err == ("kvtier: nothing listens at http://127.0.0.1:9: it is down, or elsewhere\n")
 
 
 def test_what_host_memory_holds_is_described_by_another_tier(
@@ -448,5 +446,5 @@ def test_a_web_server_is_no_store(
         for words in (["ls"], ["snapshot"], ["doctor", "--no-measure"]):
             done = command(*words, "-c", in_a_folder)
             assert done.code == 1
-            assert "not as an S3 store would: check the endpoint" in done.said
+            assert "as an object store would: check the endpoint" in done.said
         server.shutdown()
