@@ -8,7 +8,7 @@ from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
 from kvtier.core.interfaces.handler import RegionHandler, own_spec
 from kvtier.core.records.record import Buffer
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 

@@ -20,12 +20,10 @@ from kvtier.backends.cpu.region_locks import (
     unlock,
 )
 from kvtier.backends.cpu.region_memory import Memory
-from kvtier.core.slab.layout import (
-    SlabHeader,
-)
 from kvtier.core.system import memory_limits
 from kvtier.core.system.disk import Disk, lock_within
 from kvtier.errors import FormatError, MediumError
+from kvtier.slab.layout import SlabHeader
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from kvtier.core.records.record import Buffer
-from kvtier.core.slab.layout import TABLE_AT
+from kvtier.slab.layout import TABLE_AT
 
 _ENGINE_AT, _ENGINE_BYTES = 144, 16
 _PINNED_AT = 256

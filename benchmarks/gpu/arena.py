@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import Buffer, record_bytes
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job
 from kvtier.device.copy_plan import Blocks, cut
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.cuda_device import Cuda, CudaRegistrar
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, block_key
 
 LAYERS = 32

@@ -22,11 +22,11 @@ from benchmarks.gpu.arena import LAYERS, LOAD, NAMESPACE, RECORD_BYTES, STORE, H
 from benchmarks.report import Report
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import Header, record_bytes
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks, Copies, Ints
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 from kvtier.types import block_key
 
 LINK_BYTES_PER_S = 55e9

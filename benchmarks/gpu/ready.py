@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.slab.pieces import PIECE_BYTES
 from kvtier.core.system import populate as taking
 from kvtier.core.system.populate import GIB, address_of, populate
 from kvtier.device.cuda.cuda_device import CudaRegistrar
 from kvtier.device.idle_times import Steps
 from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.slab.layout import PIECE_BYTES
 
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 32 << 20

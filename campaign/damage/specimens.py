@@ -14,7 +14,7 @@ from support.tiers import subjects
 
 from kvtier.cli.copying.pack_files import PackWriter
 from kvtier.core.records.record import HEADER_BYTES, record_bytes
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.testing.records import make_keys, sealed
 from kvtier.testing.subject import Rig, Subject
 from kvtier.types import BlockKey, Namespace

@@ -24,8 +24,8 @@ from kvtier.core.records.compression import Codec, decode, encode
 from kvtier.core.records.record import Header, record_bytes, verify
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
-from kvtier.core.slab import layout
 from kvtier.errors import FormatError
+from kvtier.slab import layout
 from kvtier.testing.records import blank, make_keys, prove, sealed
 from kvtier.types import Namespace
 

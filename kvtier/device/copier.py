@@ -23,9 +23,9 @@ from kvtier.core.records.record import (
     stated_sum,
     verify_header,
 )
-from kvtier.core.slab import layout as table
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.layout import DeviceLayout
+from kvtier.slab import layout as table
 from kvtier.types import KEY_BYTES_MAX, BlockKey, FilePlace, Outcome
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.records.record import HEADER_BYTES, expected_headers, sum_at
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Host
 from kvtier.device.layout import DeviceLayout
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 Bytes = npt.NDArray[np.uint8]

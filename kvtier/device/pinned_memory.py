@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from kvtier.core.records.record import Buffer
-from kvtier.core.slab.pieces import PIECE_BYTES, pieces_of
 from kvtier.core.system.populate import GIB, SAY_EVERY_S, Populating, address_of, system_takes
 from kvtier.device.idle_times import Gaps, Steps
+from kvtier.slab.layout import PIECE_BYTES, pieces_of
 
 logger = logging.getLogger(__name__)
 

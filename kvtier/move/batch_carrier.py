@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.core.interfaces.handler import Handler, HostHandler
 from kvtier.core.records.record import Buffer, verify, verify_header
-from kvtier.core.slab.layout import runs
 from kvtier.move.queues import Batch
+from kvtier.slab.layout import runs
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 _OF_SOURCES = (Outcome.GONE, Outcome.CORRUPT)

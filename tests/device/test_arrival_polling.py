@@ -11,13 +11,13 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice
 
 from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import DeviceCopier, Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.job_queue import LOCK_KEPT_S, JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 
 PAGE, ROWS, LOOKS = 512, 8, 60
 HANGS_S = 60

@@ -17,7 +17,6 @@ from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, verify
-from kvtier.core.slab import layout as table
 from kvtier.core.system.disk import Disk
 from kvtier.device import cpu_copier
 from kvtier.device.copier import DeviceCopier, Host, Job, JobResult
@@ -25,6 +24,7 @@ from kvtier.device.copy_plan import Blocks, cut
 from kvtier.device.cpu_copier import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE

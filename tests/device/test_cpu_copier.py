@@ -12,13 +12,13 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES
-from kvtier.core.slab import layout as table
 from kvtier.device import cpu_copier
 from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cpu_copier import CpuCopier, host_arrays
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 from kvtier.types import Outcome
 
 PAGE = 4096

@@ -7,11 +7,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
 from kvtier.core.records.record import CODEC_RAW, Header, put_sum
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Busy, Prover, header_fits
 from kvtier.device.job_batches import failed
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.load_proofs import LoadProofs
+from kvtier.slab import layout as table
 from kvtier.types import Outcome, block_key
 
 PAGE = 512

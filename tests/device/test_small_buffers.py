@@ -15,7 +15,6 @@ from support.processes.clocks import Clock
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES
-from kvtier.core.slab import layout as table
 from kvtier.device.accelerator import Stage
 from kvtier.device.copier import Job, Prover
 from kvtier.device.copy_plan import Blocks
@@ -26,6 +25,7 @@ from kvtier.device.job_batches import Batch
 from kvtier.device.job_queue import JobQueue
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.store_pace import StorePace
+from kvtier.slab import layout as table
 from kvtier.types import FilePlace, Outcome
 
 PAGE, ROWS = 512, 8

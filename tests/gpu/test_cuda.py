@@ -11,7 +11,6 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import part_sum, pieces_of, sum_of
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job, JobResult
 from kvtier.device.copy_plan import Blocks, cut
 from kvtier.device.cuda import cuda_device, runtime_copies
@@ -19,6 +18,7 @@ from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.cuda_device import Cuda, open_copier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned_memory import PinnedMemory
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 pytestmark = pytest.mark.gpu

@@ -18,13 +18,13 @@ from support.device.host_reads import HostDriver
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, seal_part
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cuda import cuda_device
 from kvtier.device.direct.kvikio_driver import KvikioDriver, probe
 from kvtier.device.direct.loader import DirectDriver, DirectLoader
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 from kvtier.types import FilePlace, Outcome
 
 pytestmark = pytest.mark.gpu

@@ -20,8 +20,8 @@ from kvtier.cli.inspection.inspectors import look
 from kvtier.config import StackConfig, load
 from kvtier.core.inspection import InspectorContext
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.core.slab import layout
-from kvtier.core.slab.slab_files import Slab, SlabSource
+from kvtier.slab import layout
+from kvtier.slab.inspect import Slab, SlabSource
 from kvtier.testing.records import NAMESPACE, blank, make_keys, payload
 from kvtier.types import BlockKey, Outcome, group_of
 

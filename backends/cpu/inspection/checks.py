@@ -12,11 +12,11 @@ from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.cpu.settings import CpuSettings
 from kvtier.core import amounts
 from kvtier.core.inspection import Finding, Level
-from kvtier.core.slab.slab_files import Slab
 from kvtier.core.system import memory_limits
 from kvtier.core.system.disk import Disk
 from kvtier.core.system.mounts import mounted
 from kvtier.errors import MediumError
+from kvtier.slab.inspect import Slab
 
 _MEMORY_SHARE_MAX = 0.8
 

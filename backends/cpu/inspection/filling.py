@@ -9,9 +9,9 @@ from kvtier.core.inspection import Filling
 from kvtier.core.interfaces.handler import Handler
 from kvtier.core.interfaces.tier import Tier
 from kvtier.core.records.record import record_bytes
-from kvtier.core.slab.inspection import SlabInspector
-from kvtier.core.slab.layout import committed
 from kvtier.errors import KVTierError, MediumInUse
+from kvtier.slab.inspect import SlabInspector
+from kvtier.slab.layout import committed
 from kvtier.types import Namespace
 
 

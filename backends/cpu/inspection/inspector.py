@@ -24,11 +24,10 @@ from kvtier.core.inspection import Cleared, Depth, Finding, Garbage, Part, Reach
 from kvtier.core.inspection.measuring import refuse_without_room
 from kvtier.core.inspection.media_files import Locked, locked_files, read_file, standing
 from kvtier.core.settings import ByteSize, Capacity, Duration, Persistence, WritePolicy
-from kvtier.core.slab.inspection import SlabInspector, trouble
-from kvtier.core.slab.layout import SlabHeader, committed
-from kvtier.core.slab.slab_files import Slab
 from kvtier.core.system.disk import Disk
 from kvtier.errors import FormatError
+from kvtier.slab.inspect import Slab, SlabInspector, trouble
+from kvtier.slab.layout import SlabHeader, committed
 from kvtier.types import BlockKey
 
 _PINNED_BELOW = "a tier of kind nvme below it does, and gives what is used again"

@@ -28,7 +28,7 @@ from kvtier.backends.object.stores.store import (
 )
 from kvtier.core.inspection import Contents, Depth, Part, Reporter
 from kvtier.core.inspection.media_files import NAMESPACE_ID
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey, Namespace
 
 Counts = npt.NDArray[np.uint32]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.cli.inspection.inspectors import Inspectors
 from kvtier.core.inspection import Block, Source
 from kvtier.core.inspection.sources import ROW, Rows
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 _PIECE = 1 << 16

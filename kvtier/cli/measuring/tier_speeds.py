@@ -23,8 +23,8 @@ from kvtier.core.chain.in_flight import Ticket
 from kvtier.core.inspection.filling import SETTLE_S
 from kvtier.core.records.record import HEADER_BYTES, record_bytes
 from kvtier.core.settings import WritePolicy
-from kvtier.core.slab.layout import ENTRY_BYTES
 from kvtier.errors import KVTierError, MediumError, Unsupported
+from kvtier.slab.layout import ENTRY_BYTES
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, block_key
 

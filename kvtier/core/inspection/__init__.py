@@ -3,7 +3,7 @@
 `inspector.py` is the interface and its defaults. `contents.py` has what an inspector reports,
 `findings.py` what should be seen to, `proofs.py` what records are worth. `sources.py` reads blocks
 for a copy, `filling.py` is how a copy fills a tier. `measuring.py` makes places to measure in,
-`media_files.py` reads files that nobody vouches for. What slabs share is in `kvtier/core/slab/`.
+`media_files.py` reads files that nobody vouches for. What slabs share is in `kvtier/slab/`.
 """
 
 from kvtier.core.inspection.contents import (

@@ -26,7 +26,7 @@ from kvtier.cli.copying.sink import Sink, open_sink
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import load
 from kvtier.core.records.record import HEADER_BYTES, Buffer
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.testing.records import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome
 

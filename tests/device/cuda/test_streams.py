@@ -12,11 +12,11 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from support.device.fake_device import FakeDevice, FakeStage
 
 from kvtier.core.interfaces.mover import TransferKind
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job, JobResult
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 PAGE = 4096

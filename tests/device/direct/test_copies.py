@@ -17,7 +17,6 @@ from support.device.fake_device import FakeDevice
 
 from kvtier.core.interfaces.mover import TransferKind
 from kvtier.core.records.record import HEADER_BYTES, Header, record_bytes, seal_part
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Job, JobResult
 from kvtier.device.copy_plan import Blocks, cut
 from kvtier.device.cpu_copier import CpuCopier
@@ -25,6 +24,7 @@ from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct.loader import DirectLoader
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import MediumError
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, FilePlace, Outcome
 
 LOAD = TransferKind.LOAD

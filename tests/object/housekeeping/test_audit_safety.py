@@ -22,7 +22,7 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace, Presence
 

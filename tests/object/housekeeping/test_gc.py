@@ -20,7 +20,7 @@ from kvtier.backends.object.object_names import block_name, description_name, pa
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.testing.records import GROUPED, NAMESPACE, make_keys
 from kvtier.testing.subject import Rig
 from kvtier.types import BlockKey, Namespace, block_key

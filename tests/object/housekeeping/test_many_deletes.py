@@ -27,7 +27,7 @@ from kvtier.backends.object.stores.errors import (
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.testing.records import make_keys
 from kvtier.types import BlockKey
 

@@ -32,8 +32,8 @@ from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.core.eviction import create_policy
-from kvtier.core.slab.layout import keys_of
 from kvtier.core.system.disk import AnyPath, Disk
+from kvtier.slab.layout import keys_of
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 

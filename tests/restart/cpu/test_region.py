@@ -20,8 +20,8 @@ from kvtier.backends.cpu.region import Region, read_header
 from kvtier.backends.cpu.region_locks import in_use
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.settings import ByteSize, Capacity
-from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, MediumInUse
+from kvtier.slab import layout
 from kvtier.testing.records import make_keys, prove
 from kvtier.types import Namespace, Presence
 

@@ -26,12 +26,12 @@ from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.interfaces.mover import Mover, TransferKind, TransferResult
-from kvtier.core.slab import layout
 from kvtier.errors import MoverError
 from kvtier.move import process_connection
 from kvtier.move import process_mover as process
 from kvtier.move.process_mover import ProcessMover
 from kvtier.move.protocol import Hello, TierOpening, frame
+from kvtier.slab import layout
 from kvtier.testing.media import MediumSettings
 from kvtier.testing.mover import MoverContract
 from kvtier.testing.mover_rig import HOST, NEAR, SOON, MoverRig
@@ -204,7 +204,7 @@ import os, sys, time
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.core.interfaces.backend import TierContext
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.move.process_mover import ProcessMover
 from kvtier.testing.mover import HOST, NEAR, MoverRig
 from pathlib import Path

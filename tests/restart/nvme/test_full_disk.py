@@ -8,9 +8,9 @@ import pytest
 from support.tiers import nvme_rig
 from support.tiers.nvme_rig import SMALL_FILES, Engine
 
-from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.core.records.record import record_bytes
 from kvtier.core.system.disk import Disk
+from kvtier.slab.files import used_bytes
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import Namespace
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.backends.nvme import open_slabs as open_slabs_module
-from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
+from kvtier.backends.nvme import medium as open_slabs_module
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.core.records.record import Buffer, record_bytes
 from kvtier.core.system.disk import Disk
+from kvtier.slab.layout import SLOT_BITS
 from kvtier.testing.records import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, Namespace, Outcome
 

@@ -14,14 +14,14 @@ import pytest
 from support.tiers.nvme_rig import Engine, child, expect, open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.housekeeping.read_only_keeper import ReadOnlyFolder, ReadOnlyKeeper
 from kvtier.core.eviction import create_policy
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import ByteSize, Capacity, WritePolicy
 from kvtier.core.system.disk import AnyPath, Disk
 from kvtier.errors import MediumError
+from kvtier.slab.folder import Limits
+from kvtier.slab.keeper import ReadOnlyFolder, ReadOnlyKeeper
 from kvtier.testing.records import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
 

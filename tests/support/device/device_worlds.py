@@ -10,9 +10,9 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvtier.core.records.record import HEADER_BYTES, Buffer, record_bytes
-from kvtier.core.slab import layout as table
 from kvtier.device.copy_plan import Blocks
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, block_key
 
 NAMESPACE = bytes(range(16))

@@ -17,7 +17,7 @@ import pytest
 from kvtier import Stack
 from kvtier.cli import app
 from kvtier.core.interfaces import backend as door
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.testing.records import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 from support.processes.forked_commands import ForkServer

@@ -12,8 +12,8 @@ from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
 from kvtier.core.records.record import Buffer
-from kvtier.core.slab import layout
-from kvtier.core.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
+from kvtier.slab import layout
+from kvtier.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
 from kvtier.testing.records import blank, make_keys, prove, sealed
 from kvtier.testing.subject import Rig, failures
 from kvtier.types import LoadStoreSpec, Outcome

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import open_files
 
-from kvtier.backends.nvme.table_writes import write_entries
-from kvtier.core.slab import layout
 from kvtier.core.system.disk import Disk
+from kvtier.slab import layout
+from kvtier.slab.files import write_entries
 from kvtier.testing.faults import Fault, FaultyDisk, scripted
 
 ENTRIES = {slot: bytes([slot]) * layout.ENTRY_BYTES for slot in (1, 2, 5)}

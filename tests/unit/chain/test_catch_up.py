@@ -16,7 +16,7 @@ from kvtier.core.chain.writes.cascade import STEP_BLOCKS
 from kvtier.core.chain.writes.catch_up import LOOKED_AT, PATIENCE_S, PAUSE_S, CatchUp
 from kvtier.core.chain.writes.write_links import Link
 from kvtier.core.settings import Admission, WritePolicy
-from kvtier.core.slab.recovered import Survivors
+from kvtier.slab.recovery import Survivors
 from kvtier.testing.records import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome
 

@@ -21,7 +21,6 @@ from kvtier.core.records.record import (
     part_sum,
     seal,
 )
-from kvtier.core.slab import layout as table
 from kvtier.device import host_kernels
 from kvtier.device.copier import Job
 from kvtier.device.copy_plan import Blocks
@@ -29,6 +28,7 @@ from kvtier.device.cpu_copier import _STRIP_BYTES as STRIP_BYTES
 from kvtier.device.cpu_copier import CpuCopier, PageCopier
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.load_proofs import Parts
+from kvtier.slab import layout as table
 from kvtier.types import Outcome
 
 STRIPE, BLOCKS = 64, 8
