@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.slab import layout
 from kvtier.interfaces.handler import RegionHandler, own_spec
 from kvtier.record.record import Buffer
+from kvtier.slab import layout
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 
 

@@ -18,8 +18,8 @@ from kvtier.backends.cpu.region_locks import (
     owner_path,
     unlock,
 )
-from kvtier.core.slab.layout import FLAG_DISCARD
 from kvtier.errors import FormatError, MediumInUse, NewerFormat
+from kvtier.slab.layout import FLAG_DISCARD
 
 
 def regions(folder: Path) -> Iterator[Path]:

@@ -14,8 +14,8 @@ from kvtier.backends.cpu.leftover_regions import said_of_idle
 from kvtier.backends.cpu.region import MAKING_SUFFIX, Region, read_header
 from kvtier.backends.cpu.region_locks import OPEN_FLAGS, list_path, lock_owner, owner_path, unlock
 from kvtier.backends.cpu.region_memory import Memory
-from kvtier.core.slab.layout import SlabHeader
 from kvtier.errors import FormatError, MediumError
+from kvtier.slab.layout import SlabHeader
 from kvtier.system import memory as memory_limits
 from kvtier.system.disk import Disk, lock_within
 

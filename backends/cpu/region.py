@@ -21,18 +21,18 @@ import numpy.typing as npt
 
 from kvtier.backends.cpu import sharing
 from kvtier.backends.cpu.region_locks import LOCK_TRY_S, OPEN_FLAGS
-from kvtier.core.slab.layout import (
+from kvtier.errors import FormatError, MediumError
+from kvtier.record.record import ALIGN, Buffer, padded
+from kvtier.slab.layout import (
     ENTRY_BYTES,
     FLAG_DISCARD,
     SLOTS_MAX,
     TABLE_AT,
     SlabHeader,
     entry_at,
+    pinning_order,
     read_entries,
 )
-from kvtier.core.slab.pieces import pinning_order
-from kvtier.errors import FormatError, MediumError
-from kvtier.record.record import ALIGN, Buffer, padded
 from kvtier.system.disk import lock_within
 
 MAKING_SUFFIX = ".making"

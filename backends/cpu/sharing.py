@@ -9,8 +9,8 @@ import hashlib
 import struct
 from pathlib import Path
 
-from kvtier.core.slab.layout import TABLE_AT
 from kvtier.record.record import Buffer
+from kvtier.slab.layout import TABLE_AT
 
 _ENGINE_AT, _ENGINE_BYTES = 144, 16
 _PINNED_AT = 256

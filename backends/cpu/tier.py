@@ -13,10 +13,10 @@ from kvtier.backends.cpu import sharing
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region_locks import list_path
 from kvtier.core.retained.kept_list import KeptList
-from kvtier.core.slab import layout
-from kvtier.core.slab.pieces import pinning_order, place_of
-from kvtier.core.slab.tier import SlabTier
 from kvtier.eviction import EvictionPolicy
+from kvtier.slab import layout
+from kvtier.slab.catalogue import SlabTier
+from kvtier.slab.layout import pinning_order, place_of
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, SlotSpec, TierStats
 

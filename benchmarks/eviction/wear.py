@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.report import Report
 from kvtier.backends.nvme.backend import BACKEND
 from kvtier.backends.nvme.settings import NvmeSettings
-from kvtier.backends.nvme.wear.write_ledger import NAME, read_entry
+from kvtier.backends.nvme.wear import NAME, read_entry
 from kvtier.eviction.traces import read_trace
 from kvtier.interfaces.tier import TierContext
 from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, cut
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.device import Cuda, CudaRegistrar
 from kvtier.device.pinned import PinnedMemory
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, block_key
 
 LAYERS = 32

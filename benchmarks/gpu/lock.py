@@ -20,7 +20,6 @@ import numpy as np
 
 from benchmarks.gpu.arena import LAYERS, LOAD, NAMESPACE, RECORD_BYTES, STORE, Host, chunk_of
 from benchmarks.report import Report
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import (
     Blocks,
     Copies,
@@ -34,6 +33,7 @@ from kvtier.device.copier import (
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import Header, record_bytes
+from kvtier.slab import layout as table
 from kvtier.types import block_key
 
 LINK_BYTES_PER_S = 55e9

@@ -13,8 +13,8 @@ from support.object import object_subjects
 from support.tiers import subjects
 
 from kvtier.cli.copying.pack_files import PackWriter
-from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, record_bytes
+from kvtier.slab import layout
 from kvtier.testing.subject import Rig, Subject, make_keys, sealed
 from kvtier.types import BlockKey, Namespace
 

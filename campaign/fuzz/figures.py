@@ -8,8 +8,8 @@ from pathlib import Path
 
 from campaign.fuzz.media import resum
 from campaign.fuzz.targets import Target
-from kvtier.backends.nvme.wear.drive_counters import parse as parse_counters
-from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack
+from kvtier.backends.nvme.drives import parse as parse_counters
+from kvtier.backends.nvme.wear import Entry, WriteLedger, pack
 from kvtier.cost import rates as kept_rates
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import KeptLink, KeptPrefill, Owner, Rates

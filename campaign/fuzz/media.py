@@ -22,10 +22,10 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.cli.copying.pack_files import PackReader
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
-from kvtier.core.slab import layout
 from kvtier.errors import FormatError
 from kvtier.record.codec import Codec, decode, encode
 from kvtier.record.record import Header, record_bytes, verify
+from kvtier.slab import layout
 from kvtier.testing.subject import blank, make_keys, prove, sealed
 from kvtier.types import Namespace
 

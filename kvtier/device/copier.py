@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.slab import layout as table
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import (
     HEADER_BYTES,
@@ -25,6 +24,7 @@ from kvtier.record.record import (
     stated_sum,
     verify_header,
 )
+from kvtier.slab import layout as table
 from kvtier.types import KEY_BYTES_MAX, BlockKey, FilePlace, Outcome
 
 

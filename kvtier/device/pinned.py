@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from kvtier.core.slab.pieces import PIECE_BYTES, pieces_of
 from kvtier.device.queue import Gaps, Steps
 from kvtier.record.record import Buffer
+from kvtier.slab.layout import PIECE_BYTES, pieces_of
 from kvtier.system.memory import GIB, SAY_EVERY_S, Populating, address_of, system_takes
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import DeviceLayout, Host
 from kvtier.record.record import HEADER_BYTES, expected_headers, sum_at
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 Bytes = npt.NDArray[np.uint8]

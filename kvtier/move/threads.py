@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvtier.core.slab.layout import runs
 from kvtier.interfaces.handler import Handler, HostHandler
 from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.move.queues import STAGING_BYTES, Batch, Job, Lane, StagingPool
 from kvtier.record.record import Buffer, record_bytes, verify, verify_header
+from kvtier.slab.layout import runs
 from kvtier.system.calls import close_all
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 

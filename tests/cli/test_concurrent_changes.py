@@ -12,16 +12,17 @@ from support.processes.cli_world import Hold, served
 
 from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage
-from kvtier.backends.nvme.folder.files import hold_owner
-from kvtier.backends.nvme.inspection.offline_locks import has_owner_now
 from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.slab import layout, slab_files
-from kvtier.core.slab.slab_files import SlabBlock
 from kvtier.errors import MediumInUse
 from kvtier.inspect import Garbage, Proof
 from kvtier.inspect.measuring import BENCH_MARK, holding
+from kvtier.slab import inspect as slab_files
+from kvtier.slab import layout
+from kvtier.slab.files import hold_owner
+from kvtier.slab.folder_inspect import has_owner_now
+from kvtier.slab.inspect import SlabBlock
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 
 

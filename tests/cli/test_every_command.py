@@ -17,7 +17,7 @@ import pytest
 from support.processes.cli_world import Done, Hold, command, every_kind, fill, stack_text
 
 from kvtier.cli import app
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.testing.subject import NAMESPACE
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,6 @@ from support.device.fake_device import FakeDevice
 
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region
-from kvtier.core.slab import layout as table
 from kvtier.device import cpu as cpu_copier
 from kvtier.device.copier import (
     Blocks,
@@ -32,6 +31,7 @@ from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, verify
+from kvtier.slab import layout as table
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Busy, DeviceLayout, DeviceTensor, PageRef, Prover, header_fits
 from kvtier.device.proofs import LoadProofs
 from kvtier.device.queue import failed
 from kvtier.record.record import CODEC_RAW, Header, put_sum
+from kvtier.slab import layout as table
 from kvtier.types import Outcome, block_key
 
 PAGE = 512

@@ -18,10 +18,10 @@ from kvtier.cli.copying.reader import ChoiceReader, Numbers
 from kvtier.cli.copying.selection import Choice, choose
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import StackConfig, load
-from kvtier.core.slab import layout
-from kvtier.core.slab.slab_files import Slab, SlabSource
 from kvtier.inspect import InspectorContext
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
+from kvtier.slab.inspect import Slab, SlabSource
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, payload
 from kvtier.types import BlockKey, Outcome, group_of
 

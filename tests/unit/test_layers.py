@@ -11,24 +11,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 
 # Each layer, and the layers whose modules it may import beside its own.
 LAYERS = {
     "base": set(),
     "core": {"base"},
-    "backends": {"base", "core"},
-    "move": {"base", "core"},
-    "device": {"base", "core"},
+    "slab": {"base", "core"},
+    "backends": {"base", "core", "slab"},
+    "move": {"base", "core", "slab"},
+    "device": {"base", "core", "slab"},
     "observe": {"base", "core"},
     "config": {"base", "core"},
     "stack": {"base", "core", "move", "observe", "config"},
-    "testing": {"base", "core", "backends", "move", "observe", "config", "stack"},
+    "testing": {"base", "core", "slab", "backends", "move", "observe", "config", "stack"},
     "vllm": {"base", "core", "move", "observe", "config", "stack", "backends", "device"},
     "door": {"base", "config", "stack"},  # kvtier/__init__.py: the names that users begin with
     "cli": {
-        *("base", "core", "move", "observe", "config", "stack"),
+        *("base", "core", "slab", "move", "observe", "config", "stack"),
         *("vllm", "device", "backends", "testing"),
     },
 }
@@ -54,7 +55,7 @@ GUARDS = {
     "kvtier/chain/isolated_tier.py": "and when it is used",
     "kvtier/eviction/policy.py": "likewise",
     "kvtier/system/calls.py": "what a thread raises goes to its waiting caller",
-    "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
+    "kvtier/slab/keeper.py": "without its thread no slab is made",
     "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
     "backends/object/client/credentials.py": "credentials come from programs of the user's",
     "backends/object/client/signer.py": "likewise, by way of botocore's client",

@@ -11,9 +11,9 @@ from kvtier.backends.cpu import huge_page_support
 from kvtier.backends.cpu.leftover_regions import said_of_idle
 from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.cpu.settings import CpuSettings
-from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import MediumError
 from kvtier.inspect import Finding, Level
+from kvtier.slab.inspect import Slab
 from kvtier.system import memory as memory_limits
 from kvtier.system.disk import Disk, mounted
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.backends.cpu.settings import CpuSettings
-from kvtier.core.slab.inspection import SlabInspector
-from kvtier.core.slab.layout import committed
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.inspect import Filling
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import record_bytes
+from kvtier.slab.inspect import SlabInspector
+from kvtier.slab.layout import committed
 from kvtier.types import Namespace
 
 

@@ -20,14 +20,13 @@ from kvtier.backends.cpu.inspection.offline_locks import region_held, remove_reg
 from kvtier.backends.cpu.region import read_header
 from kvtier.backends.cpu.region_locks import SUFFIX, list_path
 from kvtier.backends.cpu.settings import CpuSettings
-from kvtier.core.slab.inspection import SlabInspector, trouble
-from kvtier.core.slab.layout import SlabHeader, committed
-from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import FormatError
 from kvtier.inspect import Cleared, Depth, Finding, Garbage, Part, Reach
 from kvtier.inspect.contents import Locked, locked_files, read_file, standing
 from kvtier.inspect.measuring import refuse_without_room
 from kvtier.settings import ByteSize, Capacity, Duration, Persistence, WritePolicy
+from kvtier.slab.inspect import Slab, SlabInspector, trouble
+from kvtier.slab.layout import SlabHeader, committed
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey
 

@@ -20,9 +20,9 @@ import xxhash
 
 from kvtier.cli.copying.reader import Reader
 from kvtier.cli.copying.selection import USED_MAX
-from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, KVTierError, MediumInUse, NewerFormat
 from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes
+from kvtier.slab.layout import keys_of
 from kvtier.types import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, BlockKey, Namespace, Outcome
 
 MAGIC = b"KVTPACK\n"

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cli.inspection.inspectors import Inspectors
-from kvtier.core.slab.layout import keys_of
 from kvtier.inspect import Block, Source
 from kvtier.inspect.filling import ROW, Rows
+from kvtier.slab.layout import keys_of
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 _PIECE = 1 << 16

@@ -20,11 +20,11 @@ from kvtier.chain.ledger import Ticket
 from kvtier.cli.console.interrupts import uninterrupted
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import StackConfig
-from kvtier.core.slab.layout import ENTRY_BYTES
 from kvtier.errors import KVTierError, MediumError, Unsupported
 from kvtier.inspect.filling import SETTLE_S
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.settings import WritePolicy
+from kvtier.slab.layout import ENTRY_BYTES
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, block_key
 

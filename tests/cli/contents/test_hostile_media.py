@@ -15,12 +15,12 @@ import xxhash
 import zstandard
 from support.processes.cli_world import command
 
-from kvtier.backends.nvme.folder.files import is_empty
 from kvtier.backends.object.object_names import block_name
 from kvtier.cli.inspection import parallel as work
 from kvtier.cli.inspection.parallel import bounded_map
 from kvtier.record.codec import Codec
 from kvtier.record.record import HEADER_BYTES, Header, part_sum, put_sum, record_bytes, seal
+from kvtier.slab.files import is_empty
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Namespace
 

@@ -16,16 +16,16 @@ from support.tiers.nvme_rig import Engine
 
 from kvtier import Stack
 from kvtier.backends.cpu.inspection import garbage as cpu_garbage
-from kvtier.backends.nvme.folder.retaining_slabs import retaining
-from kvtier.backends.nvme.inspection import garbage as nvme_garbage
-from kvtier.backends.nvme.inspection import inspector as nvme_inspector
-from kvtier.backends.nvme.inspection.garbage import remove_home
 from kvtier.cli.commands.contents import gc
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
 from kvtier.inspect import measuring
 from kvtier.inspect.measuring import BENCH_MARK
 from kvtier.record.record import record_bytes
+from kvtier.slab import folder_inspect as nvme_garbage
+from kvtier.slab import folder_inspect as nvme_inspector
+from kvtier.slab.folder_inspect import remove_home
+from kvtier.slab.room import retaining
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -136,7 +136,7 @@ class TestGc:
         for start in range(0, 16, 4):
             disk.put(make_keys(4, start=start))
         disk.tier.retain(make_keys(1), "agent", time.time() + 600)
-        disk.tier.take_in_if_idle()  # which writes that down
+        disk.tier._between_rounds()  # which writes that down
         disk.close()
         (kept,) = retaining(disk.root / NAMESPACE.id, disk.root.rglob("*.table"))
         os.utime(kept, (0, 0))

@@ -25,8 +25,8 @@ from kvtier.cli.copying.report import Copied
 from kvtier.cli.copying.sink import Sink, open_sink
 from kvtier.cli.inspection.inspectors import inspector_of
 from kvtier.config import load
-from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, Buffer
+from kvtier.slab import layout
 from kvtier.testing.subject import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome
 

@@ -19,8 +19,6 @@ from kvtier import Stack
 from kvtier.backends.cpu import region_locks
 from kvtier.backends.cpu.inspection.offline_locks import remove_region
 from kvtier.backends.cpu.region import Region
-from kvtier.backends.nvme.folder.files import hold_owner
-from kvtier.backends.nvme.inspection.offline_locks import sparing
 from kvtier.backends.object.budget.claim import PREFIX
 from kvtier.backends.object.inspection import proofs
 from kvtier.backends.object.inspection.temporary_objects import left_behind, new_probe, remove_left
@@ -31,13 +29,15 @@ from kvtier.cli.commands.contents import gc
 from kvtier.cli.copying.targets import tier_to_fill
 from kvtier.cli.inspection.inspectors import look
 from kvtier.config import load
-from kvtier.core.slab import layout
-from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.inspect import Proof, Reporter
 from kvtier.inspect.measuring import BENCH_MARK
 from kvtier.record.record import Header
 from kvtier.settings import Duration, WritePolicy
+from kvtier.slab import layout
+from kvtier.slab.files import hold_owner
+from kvtier.slab.folder_inspect import sparing
+from kvtier.slab.inspect import Slab
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 

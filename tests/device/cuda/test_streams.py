@@ -11,10 +11,10 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from support.device.fake_device import FakeDevice, FakeStage
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, JobResult, PageRef
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.interfaces.mover import TransferKind
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 PAGE = 4096

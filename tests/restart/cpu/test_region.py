@@ -18,10 +18,10 @@ from kvtier.backends.cpu import huge_page_support as huge
 from kvtier.backends.cpu.leftover_regions import leftovers, regions
 from kvtier.backends.cpu.region import Region, read_header
 from kvtier.backends.cpu.region_locks import in_use
-from kvtier.core.slab import layout
 from kvtier.errors import FormatError, MediumError, MediumInUse
 from kvtier.interfaces.backend import TierContext
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
 from kvtier.testing.subject import make_keys, prove
 from kvtier.types import Namespace, Presence
 

@@ -24,7 +24,6 @@ from support.processes.mover_processes import alive, await_restart, pid_of, unti
 
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
-from kvtier.core.slab import layout
 from kvtier.errors import MoverError
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, TransferKind, TransferResult
@@ -32,6 +31,7 @@ from kvtier.move import process as process
 from kvtier.move import process as process_connection
 from kvtier.move.process import ProcessMover
 from kvtier.move.protocol import Hello, TierOpening, frame
+from kvtier.slab import layout
 from kvtier.testing.media import MediumSettings
 from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
@@ -203,7 +203,7 @@ import os, sys, time
 from kvtier import Stack
 from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.interfaces.backend import TierContext
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.move.process import ProcessMover
 from kvtier.testing.mover import HOST, NEAR, MoverRig
 from pathlib import Path

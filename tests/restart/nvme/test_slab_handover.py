@@ -13,14 +13,14 @@ import pytest
 from support.tiers.nvme_rig import Engine, child, expect
 
 from kvtier.backends import nvme
-from kvtier.backends.nvme import single_thread
-from kvtier.backends.nvme.folder.slab_file import SlabFile
-from kvtier.backends.nvme.housekeeping import slab_watch as slab_watch_module
-from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
-from kvtier.core.slab.layout import BAD, ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.errors import NotResident
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab import folder_tier as single_thread
+from kvtier.slab import watch as slab_watch_module
+from kvtier.slab.files import SlabFile
+from kvtier.slab.layout import BAD, ENTRY_BYTES, SLOT_BITS, TABLE_AT, SlabHeader, entry_at
+from kvtier.slab.watch import SlabUpdate
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.backends.nvme import single_thread
-from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.tier import NvmeTier
+from kvtier.slab import folder_tier as single_thread
+from kvtier.slab import folder_tier as tier_module
+from kvtier.slab.watch import SlabUpdate
 from kvtier.testing.subject import make_keys
 from kvtier.types import Presence
 
@@ -54,9 +54,9 @@ def test_a_tier_that_is_being_asked_is_left_alone(
     for _ in range(2):
         engine.keeper.when_idle()
     assert engine.keeper.updates, "it was asked a moment ago"
-    engine.tier._idle_since -= 1000
+    engine.tier.turns._idle_since -= 1000
     keeper = threading.Thread(target=engine.keeper.when_idle)
-    with engine.tier.mutex:
+    with engine.tier.turns.mutex:
         keeper.start()
         keeper.join()
     assert engine.keeper.updates, "it is being asked"
@@ -105,7 +105,7 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
         SlabUpdate(next(iter(tier._places.by_slab.values())).slab, gone=True)
     )
     engine.keeper.when_idle()
-    tier._idle_since -= 10
+    tier.turns._idle_since -= 10
     engine.keeper.when_idle()
     asking.join()
     assert found == [Presence.MISS] * 4
@@ -144,7 +144,7 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
     monkeypatch.setattr(tier_module, "_UPDATE_SLOTS", 1)
     engine = Engine(tmp_path / "kv", blocks=4)
     tier, news, door = engine.tier, engine.keeper.updates, Door()
-    tier.mutex = door  # type: ignore[assignment]
+    tier.turns.mutex = door  # type: ignore[assignment]
     going_on = threading.Thread(target=call, args=[tier])
     take_in = tier._take_in
 
@@ -158,7 +158,7 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
     slab = next(iter(tier._places.by_slab.values())).slab
     news.extend([SlabUpdate(slab, gone=True)] * 50)
     engine.keeper.when_idle()
-    tier._idle_since -= 10
+    tier.turns._idle_since -= 10
     engine.keeper.when_idle()
     going_on.join()
     assert len(news) > 40

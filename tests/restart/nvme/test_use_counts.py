@@ -18,13 +18,14 @@ from kvtier.backends.cpu import CpuTier
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.nvme import NvmeTier
-from kvtier.backends.nvme.folder.files import used_bytes
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.housekeeping.idle_namespaces import fair_share
-from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.slab import layout, prompt_order
 from kvtier.eviction import create_policy
 from kvtier.eviction.adaptive import Adaptive
+from kvtier.slab import catalogue as prompt_order
+from kvtier.slab import layout
+from kvtier.slab.files import used_bytes
+from kvtier.slab.folder import SlabFolder
+from kvtier.slab.keeper import Keeper
+from kvtier.slab.room import fair_share
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -138,7 +139,7 @@ class TestNvme:
         now = time.time()
         policy = create_policy("adaptive")
         assert isinstance(policy, Adaptive)
-        keeper = Keeper(NvmeFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
+        keeper = Keeper(SlabFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
         tier = NvmeTier(keeper, policy, lambda: now)
         assert tier.stats().blocks == 4
         for _ in range(2):

@@ -16,8 +16,8 @@ import pytest
 
 from kvtier import Stack
 from kvtier.cli import app
-from kvtier.core.slab import layout
 from kvtier.interfaces import backend as door
+from kvtier.slab import layout
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 from support.processes.forked_commands import ForkServer

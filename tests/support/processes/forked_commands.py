@@ -31,7 +31,7 @@ _IMPORTED = (
     "kvtier.cli.starter_stack",
     "kvtier.cli.inspection.inspectors",
     "kvtier.backends.cpu.inspection.inspector",
-    "kvtier.backends.nvme.inspection.inspector",
+    "kvtier.slab.folder_inspect",
     "kvtier.backends.object.inspection.inspector",
 )
 _TYPERS_OWN = "typer._adapters"

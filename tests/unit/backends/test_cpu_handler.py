@@ -11,9 +11,9 @@ from support.tiers.subjects import CPU
 from kvtier.backends.cpu.handler import CpuHandler
 from kvtier.backends.cpu.region import Region
 from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.slab import layout
-from kvtier.core.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
 from kvtier.record.record import Buffer
+from kvtier.slab import layout
+from kvtier.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
 from kvtier.testing.subject import Rig, blank, failures, make_keys, prove, sealed
 from kvtier.types import LoadStoreSpec, Outcome
 

@@ -11,10 +11,9 @@ import pytest
 from support.tiers.cpu_regions import CONTEXT, opened, put
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier, Region, sharing, tier
-from kvtier.core.slab import layout
-from kvtier.core.slab.layout import SlabHeader
-from kvtier.core.slab.pieces import pieces_of, pinning_order, place_of
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
+from kvtier.slab.layout import SlabHeader, pieces_of, pinning_order, place_of
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 

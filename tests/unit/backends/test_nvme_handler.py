@@ -13,12 +13,12 @@ import pytest
 from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.files import DATA_SUFFIX, TABLE_SUFFIX
-from kvtier.backends.nvme.spec import SLOT_MASK, NvmeSpec
-from kvtier.core.slab.layout import SlabHeader
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import Buffer
 from kvtier.settings import ByteSize, Capacity, Durability
+from kvtier.slab.files import DATA_SUFFIX, TABLE_SUFFIX
+from kvtier.slab.layout import SLOT_MASK, SlabHeader
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, Namespace, Outcome

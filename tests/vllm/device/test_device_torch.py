@@ -232,8 +232,8 @@ from support.device import pretend_cuda
 import numpy as np
 from support.tiers.cpu_regions import CONTEXT, NAMESPACE, opened
 from kvtier.backends.cpu import Region, sharing
-from kvtier.core.slab.layout import read_entries
-from kvtier.core.slab.pieces import pinning_order
+from kvtier.slab.layout import read_entries
+from kvtier.slab.layout import pinning_order
 from kvtier.device.cuda import cuda_device as cuda
 from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.queue import Steps

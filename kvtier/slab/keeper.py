@@ -1,4 +1,4 @@
-"""What an NVMe tier must do on disk, kept off the thread that asks it questions.
+"""What a tier of slabs must do on its medium, kept off the thread that asks it questions.
 
 The keeper runs in a thread of its own and does all the file work: it finds slabs that others made,
 re-reads tables that changed, adopts slabs of the dead, makes new slabs before room runs out, gives
@@ -13,30 +13,102 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Protocol
 
-from kvtier.backends.nvme.folder.files import hold_owner, let_go, owner_path
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.folder.lock import has_name
-from kvtier.backends.nvme.folder.slab_creation import create_slab
-from kvtier.backends.nvme.folder.slab_file import NOBODY, SlabFile
-from kvtier.backends.nvme.housekeeping.budget_shares import Shares
-from kvtier.backends.nvme.housekeeping.problems import Problems
-from kvtier.backends.nvme.housekeeping.slab_watch import Known, SlabWatch
-from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.backends.nvme.housekeeping.use_counts import Uses
-from kvtier.backends.nvme.table_writes import hide_entry, write_entries
-from kvtier.backends.nvme.wear.leases import Leases
-from kvtier.backends.nvme.wear.write_ledger import WriteLedger
-from kvtier.core.slab import layout
-from kvtier.core.wear.allowance import WriteAllowance
-from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.errors import FormatError, MediumError, NewerFormat
+from kvtier.settings import WritePolicy
+from kvtier.slab import layout
+from kvtier.slab.files import (
+    NOBODY,
+    SlabFile,
+    has_name,
+    hide_entry,
+    hold_owner,
+    let_go,
+    owner_path,
+    write_entries,
+)
+from kvtier.slab.folder import Limits, SlabFolder, differs_in
+from kvtier.slab.layout import SLOT_BITS, SLOT_MASK
+from kvtier.slab.room import Shares, create_slab
+from kvtier.slab.watch import Known, Problems, SlabUpdate, SlabWatch
+from kvtier.system.disk import Disk
 from kvtier.types import BlockKey
 
 logger = logging.getLogger(__name__)
+
+_REQUESTS_MAX = 4096
+"""So many requests are remembered between two writings."""
+_SLOTS_MAX = 8192
+"""At most so many entries are written at once, those that were used most: it takes some 50 ms of
+a thread that shares its interpreter with the engine's scheduler."""
+
+
+class Uses:
+    """What a tier's requests have used since it was written down last.
+
+    `note` and `carry` are for the tier's thread and `write` for the keeper's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._noted: deque[Sequence[int]] = deque(maxlen=_REQUESTS_MAX)
+        self._carried: deque[Mapping[int, tuple[int, int]]] = deque()
+        self._clock = clock
+
+    def note(self, places: Sequence[int]) -> None:
+        """A request has used the blocks in these places (see NvmeSpec)."""
+        self._noted.append(places)
+
+    def carry(self, used: Mapping[int, tuple[int, int]]) -> None:
+        """The blocks in these places were used so often elsewhere, and then at last."""
+        self._carried.append(used)
+
+    def write(self, disk: Disk, mine: Set[int], table_of: Callable[[int], Path]) -> None:
+        """Write down what was noted of these slabs, the only ones that are ours to write to."""
+        while self._carried:
+            self._write(disk, mine, table_of, self._carried.popleft())
+        counts: Counter[int] = Counter()
+        while self._noted:
+            counts.update(self._noted.popleft())
+        now = int(self._clock())
+        noted = {place: (count, now) for place, count in counts.most_common(_SLOTS_MAX)}
+        self._write(disk, mine, table_of, noted)
+
+    def _write(
+        self,
+        disk: Disk,
+        mine: Set[int],
+        table_of: Callable[[int], Path],
+        used: Mapping[int, tuple[int, int]],
+    ) -> None:
+        slabs: dict[int, dict[int, tuple[int, int]]] = {}
+        for place, counted in used.items():
+            if place >> SLOT_BITS in mine:
+                slabs.setdefault(place >> SLOT_BITS, {})[place & SLOT_MASK] = counted
+        for slab_id, slots in slabs.items():
+            self._write_slab(disk, table_of(slab_id), slots)
+
+    def _write_slab(self, disk: Disk, table: Path, used: Mapping[int, tuple[int, int]]) -> None:
+        fd = disk.open(table)
+        try:
+            slots = sorted(used)
+            for start, stop in layout.runs(slots):
+                entries = bytearray((stop - start) * layout.ENTRY_BYTES)
+                at = layout.entry_at(slots[start])
+                if disk.readv(fd, [memoryview(entries)], at) != len(entries):
+                    return
+                for slot in slots[start:stop]:
+                    # Only these eight bytes: the rest of the entry is the handler's to write.
+                    here = layout.entry_at(slot)
+                    entry = memoryview(entries)[here - at :][: layout.ENTRY_BYTES]
+                    text = layout.add_uses(entry, *used[slot])
+                    disk.writev(fd, [memoryview(text)], here + layout.USES_AT)
+        finally:
+            disk.close(fd)
+
 
 _LOOK_S = 0.02
 """How long another process's commit may stay unknown here."""
@@ -55,11 +127,24 @@ _CLOSE_S = 2.0
 """Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
 
 
+class Leases(Protocol):
+    """What an engine may write to a medium with a write budget."""
+
+    def begin(self, when_short: Callable[[], None]) -> None:
+        """Take the first lease; who runs short says so."""
+
+    def renew(self, *, at_once: bool = False) -> None:
+        """Take, or give back, what is due; raises OSError, or MediumError."""
+
+    def close(self) -> None:
+        """Give back what is left; raises OSError, or MediumError."""
+
+
 class Keeper:
     """The file work of one tier. `updates` is a queue from the keeper to the tier; `want_room`,
     `record`, `release` and `flush` are the other direction."""
 
-    def __init__(self, folder: NvmeFolder, limits: Limits) -> None:
+    def __init__(self, folder: SlabFolder, limits: Limits, leases: Leases | None = None) -> None:
         self.folder = folder
         self.limits = limits
         self.owner, self._owner_fd = folder.claim()
@@ -89,24 +174,14 @@ class Keeper:
         self._takes_nothing = False
         """It owns no slab, and none can be made: not for the lack of room, which is no failure."""
         self._thread: threading.Thread | None = None
-        self.allowance: WriteAllowance | None = None
-        self._leases: Leases | None = None
-        if limits.write_rate is not None:
-            self._budget(limits.write_rate)
-
-    def _budget(self, rate: float) -> None:
-        """Have what is written kept within so many bytes a second."""
-        block = self.limits.slot_bytes + 2 * layout.ENTRY_BYTES
-        self.allowance = WriteAllowance(rate, max(BURST_S * rate, block), block)
-        self.allowance.when_short = self._wake.set
-        ledger = WriteLedger(self.folder.root, rate, self.allowance.burst)
-        self._leases = Leases(ledger, self.allowance)
-        with self._problems.tolerated((OSError, MediumError)):
-            self._leases.renew(at_once=True)
+        self._leases = leases
+        if leases is not None:
+            with self._problems.tolerated((OSError, MediumError)):
+                leases.begin(self._wake.set)
 
     def start(self) -> None:
         """Begin to work in the background."""
-        self._thread = threading.Thread(target=self._run, name="kvtier-nvme-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtier-keeper", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -143,7 +218,6 @@ class Keeper:
         if self._leases is not None:
             with self._problems.tolerated((OSError, MediumError)):
                 self._leases.renew(at_once=thorough)
-                self._leases.ask_drives()
         if not self._look():
             return
         now = time.monotonic()
@@ -173,9 +247,7 @@ class Keeper:
         except (FileNotFoundError, NotADirectoryError):
             self.folder.establish()
             owner, fd = self.folder.claim()
-            self._problems.warn_once(
-                f"NVMe folder {self.folder.root} was removed: starting over in another"
-            )
+            self._problems.warn_once(f"{self.folder.root} was removed: starting over in another")
         self._shares.begin_again()
         os.close(self._owner_fd)
         self.owner, self._owner_fd = owner, fd
@@ -364,9 +436,7 @@ class Keeper:
             return
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            self._problems.warn_once(
-                f"NVMe folder {self.folder.root} does not answer: closing without it"
-            )
+            self._problems.warn_once(f"{self.folder.root} does not answer: closing without it")
 
     def _end(self) -> None:
         with self._mutex, contextlib.suppress(OSError, MediumError):
@@ -381,3 +451,54 @@ class Keeper:
             with contextlib.suppress(OSError, MediumError):
                 self._leases.close()
         let_go(self.folder.owners, self.owner, self._owner_fd)
+
+
+_READ_ONLY_LOOK_S = 1.0
+"""Most such folders never change. Where somebody writes beside us, it is known so much later."""
+
+
+def only_reads(path: Path, write: WritePolicy) -> bool:
+    """Whether a tier of these settings has no more than its reading to do in this folder."""
+    return write is WritePolicy.NEVER and path.is_dir() and not os.access(path, os.W_OK | os.X_OK)
+
+
+class ReadOnlyFolder(SlabFolder):
+    """One namespace's part of a folder in which nothing is ever written."""
+
+    settled_ns = 1 << 63
+    """Never: it may be another machine's, and not say when something has come."""
+
+    def establish(self) -> None:
+        """Say what is in the way; raises MediumError where blocks are that cannot be read."""
+        if not self.home.is_dir():
+            facts = differs_in(self.root, self.namespace)
+            logger.warning(
+                "%s is only read, and has nothing of this model%s",
+                self.root,
+                f" as it is now; what it has does not fit: {facts}" if facts else "",
+            )
+        elif not os.access(self.home, os.R_OK | os.X_OK):
+            raise MediumError(f"no right to read {self.home}: run this as its owner, or allow it")
+
+    def claim(self) -> tuple[int, int]:
+        return NOBODY, -1
+
+    def alive(self, owner: int) -> bool:
+        """Nobody can tell here. Whom nobody succeeds must not be waited for: they all are."""
+        return True
+
+
+class ReadOnlyKeeper(Keeper):
+    """A keeper that only looks."""
+
+    def pause(self) -> float:
+        return max(_READ_ONLY_LOOK_S, _LOOK_SHARE * self._look_took)
+
+    def _round(self, thorough: bool) -> None:
+        self._look()
+
+    def flush(self) -> None:
+        """Nothing is written down."""
+
+    def _end(self) -> None:
+        """Nothing is to be let go of."""

@@ -1,9 +1,11 @@
-"""Media that consist of slabs, CPU regions and NVMe folders alike, as an inspector sees them."""
+"""Media of slabs, as an inspector sees them: tables, and blocks as anybody may read them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,18 +13,200 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.retained import kept_file
-from kvtier.core.slab.layout import BAD, SlabHeader, committed, entry_at, keys_of
-from kvtier.core.slab.slab_files import Slab, SlabBlock, SlabProver, SlabSource
 from kvtier.errors import FormatError, KVTierError, NewerFormat, said_of
-from kvtier.inspect.contents import Block, Contents, Hold, InspectorContext, Part
-from kvtier.inspect.filling import Source, TierOpener
+from kvtier.inspect.contents import Block, Cell, Contents, Hold, InspectorContext, Part, read_file
+from kvtier.inspect.filling import ROW, Rows, Source, TierOpener
 from kvtier.inspect.inspector import Inspector
-from kvtier.inspect.proofs import Prover
+from kvtier.inspect.proofs import Proof, Prover, Verdict, judge
+from kvtier.record.record import Buffer
 from kvtier.settings import TierSettings
-from kvtier.types import BlockKey, Namespace
+from kvtier.slab.layout import (
+    BAD,
+    ENTRY_BYTES,
+    ENTRY_DTYPE,
+    RESERVED,
+    TABLE_AT,
+    VALID,
+    SlabHeader,
+    committed,
+    entry_at,
+    keys_of,
+    read_entries,
+    runs,
+    same_block,
+)
+from kvtier.types import BlockKey, Namespace, Outcome
+
+
+class Slab(msgspec.Struct, kw_only=True):
+    """A table and its slots: a CPU region, or one slab of an NVMe folder."""
+
+    table: Path
+    data: Path
+    header: SlabHeader
+    in_use: bool
+    engine: str
+    """Whose it is: an engine's name, or in an NVMe folder an owner's number."""
+
+    @property
+    def name(self) -> str:
+        return self.engine
+
+    @property
+    def namespace(self) -> str:
+        return self.header.namespace.hex()
+
+    @property
+    def size(self) -> int:
+        """What the slab takes of its medium."""
+        return self.header.table_bytes + self.header.slots * self.header.slot_bytes
+
+    def entries(self) -> npt.NDArray[np.void]:
+        """The table as it is now; shorter if its file was cut meanwhile, empty if removed."""
+        text = b""
+        with contextlib.suppress(FileNotFoundError):
+            text = read_file(self.table, self.header.table_bytes)
+        slots = max(0, min(self.header.slots, (len(text) - TABLE_AT) // ENTRY_BYTES))
+        return read_entries(text.ljust(TABLE_AT, b"\0"), slots)
+
+    def entry(self, slot: int) -> bytes:
+        """One entry as it is now; raises OSError if the table is gone."""
+        return read_file(self.table, ENTRY_BYTES, entry_at(slot)).ljust(ENTRY_BYTES, b"\0")
+
+    def holds(self, slot: int, key: BlockKey) -> bool:
+        """Whether a slot is committed to this key; raises OSError if the table is gone."""
+        return _is_of(self.entry(slot), key)
+
+    def cells(self, count: int) -> list[Cell]:
+        """How full each stretch of slots is, and whether one of it is quarantined."""
+        states = self.entries()["state"]
+        if not len(states):
+            return []
+        return [
+            Cell(
+                1.0 if (cell == RESERVED).all() else float((cell != 0).mean()),
+                bool((cell == BAD).any()),
+            )
+            for cell in np.array_split(states, min(count, len(states)))
+        ]
+
+
+def _is_of(entry: bytes, key: BlockKey) -> bool:
+    """Whether an entry says that this block is in its slot."""
+    (found,) = keys_of(np.frombuffer(entry, ENTRY_DTYPE))
+    return entry[0] == VALID and found == key
+
+
+class SlabBlock(Block):
+    """A block in a slot."""
+
+    slab: Slab
+    slot: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.slab.data}:{self.slot}"
+
+
+class SlabProver(Prover):
+    """Reads slots, and tells a record that is bad from one that is just being replaced."""
+
+    def prove(self, block: Block) -> Verdict:
+        assert isinstance(block, SlabBlock)
+        slab = block.slab
+        try:
+            before = slab.entry(block.slot)
+            if not _is_of(before, block.key):
+                return Verdict(Proof.GONE, "its slot has changed")
+            size = slab.header.slot_bytes
+            text = read_file(slab.data, size, slab.header.slot_at(block.slot))
+            after = slab.entry(block.slot)
+        except FileNotFoundError:
+            return Verdict(Proof.GONE, "its slab was removed")
+        except OSError as error:
+            return Verdict(Proof.UNREAD, str(error.strerror))
+        if not same_block(before, after):
+            return Verdict(Proof.GONE, "its slot was used again meanwhile")
+        if len(text) < size:
+            return Verdict(Proof.BAD, "the file is cut short")
+        return judge(memoryview(text), block)
+
+
+class SlabSource(Source):
+    """The blocks of one slab. `at` is a block's slot."""
+
+    def __init__(self, tier: int, kind: str, slab: Slab) -> None:
+        super().__init__(tier, kind)
+        self.slab = slab
+
+    def rows(self) -> Rows:
+        entries = self.slab.entries()
+        slots = committed(entries)
+        chosen = entries[slots]
+        rows = np.zeros(len(slots), ROW)
+        for name in ("key", "key_bytes", "stored_at", "uses", "used_at"):
+            rows[name] = chosen[name]
+        rows["at"] = slots
+        rows["bytes"] = self.slab.header.slot_bytes
+        return rows
+
+    def block(self, at: int, block: Block) -> Block:
+        return SlabBlock(
+            tier=self.tier,
+            kind=self.kind,
+            namespace=self.slab.namespace,
+            key=block.key,
+            bytes=self.slab.header.slot_bytes,
+            stored_at=block.stored_at,
+            slab=self.slab,
+            slot=at,
+        )
+
+    def used_again(self, at: int, key: BlockKey) -> bool:
+        try:
+            return not self.slab.holds(at, key)
+        except OSError:
+            return True  # the whole slab is gone
+
+    def read(
+        self, at: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Neighbours by one call; opened each time, because slabs come and go."""
+        try:
+            return self._read(at, into, os.O_DIRECT)
+        except FileNotFoundError:
+            return [Outcome.GONE] * len(at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                return [Outcome.IO_ERROR] * len(at)
+        try:  # not every file system can go around its cache
+            return self._read(at, into, 0)
+        except OSError:
+            return [Outcome.IO_ERROR] * len(at)
+
+    def _read(self, slots: Sequence[int], into: Sequence[Buffer], flags: int) -> list[Outcome]:
+        size = self.slab.header.slot_bytes
+        if any(len(buffer) != size for buffer in into):
+            return [Outcome.CORRUPT] * len(slots)
+        fd = os.open(self.slab.data, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return [Outcome.CORRUPT] * len(slots)
+            outcomes = []
+            for start, stop in runs(slots):
+                at = self.slab.header.slot_at(slots[start])
+                count = os.preadv(fd, into[start:stop], at)
+                whole = min(stop - start, count // size)
+                outcomes += [Outcome.OK] * whole + [Outcome.CORRUPT] * (stop - start - whole)
+            return outcomes
+        finally:
+            os.close(fd)
+
 
 S = TypeVar("S", bound=TierSettings)
 

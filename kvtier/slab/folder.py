@@ -1,4 +1,4 @@
-"""The folder that an NVMe tier lives in: slabs by namespace, their owners, and the byte budget.
+"""A folder of slabs: by namespace, with their owners and the byte budget.
 
 Every slab has one owner, the only process that writes to it; everyone may read it. An owner is
 alive while somebody holds a shared lock on its file in `owners/` (its tier and its handlers do, and
@@ -19,37 +19,106 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from kvtier.backends.nvme.folder.files import (
+import msgspec
+
+from kvtier.errors import FormatError, MediumError
+from kvtier.record.record import Buffer
+from kvtier.settings import WHOSE
+from kvtier.slab.files import (
     DATA_SUFFIX,
+    NOBODY,
     TABLE_SUFFIX,
+    SlabFile,
+    file_sizes,
+    folder_locked,
     held,
+    homes,
     length,
     marks,
     owner_path,
     remove_slab,
     used_at,
-    used_bytes,
     whole,
 )
-from kvtier.backends.nvme.folder.limits import Limits, kept_free
-from kvtier.backends.nvme.folder.lock import folder_locked
-from kvtier.backends.nvme.folder.namespace_diff import differs_in
-from kvtier.backends.nvme.folder.slab_file import NOBODY, SlabFile, file_sizes
-from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
-from kvtier.core.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
-from kvtier.errors import FormatError, MediumError
-from kvtier.record.record import Buffer
-from kvtier.settings import WHOSE
+from kvtier.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
 from kvtier.system.disk import Disk, read_all
-from kvtier.types import Namespace
+from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 
 logger = logging.getLogger(__name__)
+
+_SLACK_SHARE = 4
+"""This part of a slab is left free above the floor. Who has fallen below the floor gives up a whole
+slab: if that were made again at once, it would go for the next little thing that others write."""
+
+_SLAB_MIN = 1 << 20
+_SLAB_USUAL = 64 << 20
+_SLAB_MAX = 1 << 30
+_SLABS_MIN = 4
+"""A folder has room for so many at least: a slab is what engines that share one hand over."""
+_SLABS_MAX = 1 << 14
+"""And for so many at most: a keeper lists all of them, again and again."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the settings allow, in bytes."""
+
+    capacity: int
+    free_floor: int
+    slot_bytes: int
+    slab_bytes: int
+    discard: bool = False
+    """Whether what is stored is for this process alone."""
+    keep_s: float = 0.0
+    """How long an idle namespace keeps its share after its last use."""
+    grows: bool = True
+    """Whether slabs are made; else what is there is only read."""
+
+
+def slab_bytes(capacity: int) -> int:
+    """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
+    usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
+    most = max(_SLAB_MAX, capacity // _SLABS_MAX)
+    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // 16)))
+
+
+def kept_free(free_floor: int, slab_bytes: int) -> int:
+    """What must stay free on the disk when slabs of this size are made."""
+    return free_floor + slab_bytes // _SLACK_SHARE
+
+
+_HOMES_MAX = 256
+
+
+def differs_in(root: Path, namespace: Namespace) -> str:
+    """The facts in which what a folder holds of the same model differs, and of that what changed
+    last; nothing if there is none."""
+    found: list[tuple[float, Namespace]] = []
+    with contextlib.suppress(OSError):
+        for home in homes(root)[:_HOMES_MAX]:
+            other = _described(home / "namespace.json")
+            if other is None or home.name == namespace.id:
+                continue
+            if other.model and other.model == namespace.model:
+                found.append((home.stat().st_mtime, other))
+    if not found:
+        return ""
+    latest = max(found, key=lambda pair: pair[0])[1]
+    said = "; ".join(str(each) for each in namespace.differences(latest))
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in said)
+
+
+def _described(path: Path) -> Namespace | None:
+    with contextlib.suppress(OSError, msgspec.ValidationError):
+        if path.is_file() and length(path) <= NAMESPACE_BYTES_MAX:
+            return Namespace.from_json(path.read_bytes())
+    return None
+
 
 MAKING_SUFFIX = ".making"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class NvmeFolder:
+class SlabFolder:
     """One namespace's part of a folder, and the folder-wide rules it obeys."""
 
     settled_ns = 2_500_000_000
@@ -94,9 +163,7 @@ class NvmeFolder:
             elif isinstance(error, PermissionError) and os.access(self.root, os.W_OK | os.X_OK):
                 reason = f"{error.filename}: {reason}"
                 remedy = f"another user has stored there: {WHOSE}"
-            raise MediumError(
-                f"cannot use {self.root} for an NVMe tier ({reason}): {remedy}"
-            ) from error
+            raise MediumError(f"cannot use {self.root} for a tier ({reason}): {remedy}") from error
 
     def _make_home(self) -> None:
         """Under the lock: this namespace's folders and its description."""
@@ -232,8 +299,3 @@ class NvmeFolder:
     def remove_slab(self, slab_id: int) -> None:
         """Delete both of its files."""
         remove_slab(self.disk, self.table_path(slab_id))
-
-    def reclaim(self, limits: Limits, wanted: int) -> bool:
-        """Under the lock: have those whom nobody serves make room for so much; whether any did."""
-        bound = self.bound(limits, used_bytes(self.root))
-        return reclaim(self.root, self.home, bound, wanted, limits.keep_s, self.disk)

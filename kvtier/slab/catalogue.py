@@ -1,4 +1,4 @@
-"""The catalogue of a slab in memory: which slot holds which key, what is pinned, what is free.
+"""The catalogue of slots in memory: which slot holds which key, what is pinned, what is free.
 
 Everything here is answered from dictionaries. What a medium has to write down (table entries)
 enters through the hooks at the end; they must not block.
@@ -7,17 +7,19 @@ enters through the hooks at the end; they must not block.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 
-from kvtier.core.slab import layout
-from kvtier.core.slab.neighbours import take_neighbours
-from kvtier.core.slab.prompt_order import PromptOrder
-from kvtier.core.slab.retaining import RetainingTier
+from kvtier.core.retained.retained_blocks import RetainedBlocks
+from kvtier.core.retained.retaining_policy import RetainingPolicy
 from kvtier.errors import NotResident
 from kvtier.eviction import UNKNOWN, EvictionPolicy
 from kvtier.interfaces.events import Events
+from kvtier.interfaces.tier import Tier
+from kvtier.slab import layout
+from kvtier.slab.layout import runs
+from kvtier.slab.recovery import Slots, Survivors, Times, Uses
 from kvtier.types import (
     BlockKey,
     EventKind,
@@ -29,6 +31,67 @@ from kvtier.types import (
     TierStats,
 )
 
+_LOOKED_AT = 256
+"""Among so many free slots neighbours are looked for, or four times as many as are taken."""
+_MORE_MAX = 512
+
+
+def take_neighbours(free: deque[int], count: int) -> list[int]:
+    """Take so many slots, those in the longest runs of the next ones that are free; ascending. What
+    has been free for longest comes next."""
+    next_ones = [free.popleft() for _ in range(count)]
+    first = sorted(next_ones)
+    if (
+        not first or first[-1] - first[0] < count
+    ):  # mostly: a new slab, or a prompt that was evicted
+        return first
+    look = min(len(free), max(_LOOKED_AT, 4 * count) - count, _MORE_MAX)
+    next_ones += [free.popleft() for _ in range(look)]
+    ordered = sorted(next_ones)
+    taken: list[int] = []
+    for start, stop in sorted(runs(ordered), key=lambda run: run[0] - run[1]):
+        taken += ordered[start : min(stop, start + count - len(taken))]
+        if len(taken) == count:
+            break
+    chosen = set(taken)
+    free.extendleft(slot for slot in reversed(next_ones) if slot not in chosen)
+    return sorted(taken)
+
+
+_EXPECTED_MAX = 1 << 16
+"""How many missing blocks of past requests are remembered, with the block before each."""
+
+
+class PromptOrder:
+    """Remembers blocks that requests looked for in vain, each with the block before it."""
+
+    def __init__(self) -> None:
+        self.before: OrderedDict[BlockKey, BlockKey] = OrderedDict()
+
+    def expect(self, keys: Sequence[BlockKey]) -> None:
+        """Remember which block comes before each of these: they may be stored soon."""
+        before = self.before
+        before.update(zip(keys[1:], keys, strict=False))
+        while len(before) > _EXPECTED_MAX:
+            before.popitem(last=False)
+
+    def runs(
+        self, keys: Sequence[BlockKey], slot_of: Callable[[BlockKey | None], int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Stored blocks by prompt: start and stop of each run among `keys`, and the slot of the
+        block before it, UNKNOWN if there is none. A block that follows another one than its
+        neighbour in `keys`, which has a slot, begins the run of another prompt."""
+        before = [self.before.pop(key, None) for key in keys]
+        begins, after = [0], [slot_of(before[0])]
+        for at in range(1, len(keys)):
+            if before[at] not in (None, keys[at - 1]):
+                slot = slot_of(before[at])
+                if slot != UNKNOWN:
+                    begins.append(at)
+                    after.append(slot)
+        return zip(begins, [*begins[1:], len(keys)], after, strict=True)
+
+
 _HIT, _MISS, _PENDING = Presence.HIT, Presence.MISS, Presence.PENDING
 
 _QUARANTINE_SHARE = 128
@@ -37,7 +100,7 @@ _QUARANTINE_SHARE = 128
 _TOUCHES_MAX = 64
 
 
-class SlabTier(RetainingTier):
+class SlabTier(Tier):
     """A tier over numbered slots, one block each.
 
     A key is in at most one of three places: `_reserved` (on its way in), `_where` (a hit), or
@@ -52,7 +115,11 @@ class SlabTier(RetainingTier):
         policy: EvictionPolicy,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(policy, clock)
+        self.retained = RetainedBlocks(clock)
+        self._policy = RetainingPolicy(policy, self._is_retained, self.retained.__len__)
+        self._survivors = Survivors()
+        """What outlived an earlier process, for the tiers below, and again for the one above."""
+        self._hottest: Survivors | None = Survivors()
         self.medium = medium
         self.slot_bytes = slot_bytes
         self._clock = clock
@@ -229,7 +296,8 @@ class SlabTier(RetainingTier):
 
     def tick(self) -> None:
         self._tell_policy()
-        self._tick_retained()
+        self.retained.expire()
+        self._let_go_of_ended()
 
     def carry_uses(self, used: Mapping[BlockKey, tuple[int, float]]) -> None:
         now, where = self._clock(), self._where
@@ -304,6 +372,81 @@ class SlabTier(RetainingTier):
     def _own_among(self, slots: Sequence[int]) -> list[int]:
         return [slot for slot in slots if self._owned(slot)] if self._foreign else list(slots)
 
+    # -- retained blocks -------------------------------------------------------------------
+
+    def _is_retained(self, slot: int) -> bool:
+        return self._key_of[slot] in self.retained
+
+    def retain_at_most(self, blocks: int) -> None:
+        self.retained.allow(blocks)
+
+    def retain(self, keys: Sequence[BlockKey], session: str, until: float) -> int:
+        where, reserved = self._where, self._reserved
+        refused = self.retained.retain(
+            keys, session, until, lambda key: key in where or key in reserved
+        )
+        self._let_go_of_ended()
+        return refused
+
+    def release(self, session: str, keys: Sequence[BlockKey] = (), *, all: bool = True) -> None:
+        self._tell_policy()  # what was used until now goes first all the same
+        free = self.retained.release(session, None if all else keys)
+        self._let_go_of_ended()
+        where, known = self._where, set(free)
+        first = [*free, *(key for key in keys if key not in known)]
+        self._policy.release(
+            [where[key] for key in first if key in where and not self.retained.wanted(key)]
+        )
+
+    def retained_for(self, session: str) -> Sequence[BlockKey]:
+        return self.retained.blocks_of(session)
+
+    def _let_go_of_ended(self) -> None:
+        """What nobody retains any more is like others, whatever has become of it."""
+        where = self._where
+        if ended := self.retained.take_ended():
+            self._policy.give_back([where[key] for key in ended if key in where])
+
+    # -- what outlived an earlier process ----------------------------------------------------
+
+    def _survived(self, slots: Slots, used_at: Times, uses: Uses) -> None:
+        """Slots of one slab: the longest unused first, and each prompt from its head on."""
+        found = Survivors()
+        found.add(slots, used_at, uses)
+        self._survivors.add_all_of(found)
+        if self._hottest is not None:
+            self._hottest.add_all_of(found)
+
+    @property
+    def recovered(self) -> int:
+        return len(self._survivors)
+
+    def take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        return self._still_here(*self._survivors.take(count))
+
+    def take_hottest(self, count: int) -> Sequence[BlockKey]:
+        hottest = self._hottest
+        return self._still_here(*hottest.take(count))[0] if hottest else []
+
+    def _still_here(
+        self, slots: Sequence[int], used: Sequence[int]
+    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        key_of, where = self._key_of, self._where
+        keys: list[BlockKey] = []
+        uses: list[int] = []
+        for slot, count in zip(slots, used, strict=True):
+            key = key_of[slot]
+            if key is not None and where.get(key) == slot:
+                keys.append(key)
+                uses.append(count)
+        return keys, uses
+
+    def forget_recovered(self) -> None:
+        self._survivors.clear()
+
+    def forget_hottest(self) -> None:
+        self._hottest = None
+
     # -- bookkeeping -----------------------------------------------------------------------
 
     def _key_at(self, slot: int) -> BlockKey:
@@ -322,7 +465,9 @@ class SlabTier(RetainingTier):
         stats.pinned = len(self._pins)
         stats.in_flight = len(self._reserved)
         stats.quarantined = len(self._quarantine)
-        self._count_retained(stats)
+        stats.retained = len(self.retained)
+        stats.retain_refused = self.retained.refused
+        stats.released = self.retained.released
         return copy(stats)
 
     def _adopt(

@@ -1,4 +1,4 @@
-"""What `doctor` looks at on an NVMe tier's disk: what it is, its room, its rights."""
+"""An NVMe tier's folder seen from outside: what is there, and its disk: room, rights, wear."""
 
 from __future__ import annotations
 
@@ -8,17 +8,93 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kvtier import amounts
-from kvtier.backends.nvme.folder.files import TABLE_SUFFIX, homes, slab_files, used_bytes
-from kvtier.backends.nvme.folder.limits import kept_free
-from kvtier.backends.nvme.housekeeping.read_only_keeper import only_reads
-from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
+from kvtier.backends.nvme.drives import Drive, read_drives
+from kvtier.backends.nvme.settings import NvmeSettings
+from kvtier.backends.nvme.wear import NAME, WriteLedger, read_entry
+from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.inspect import Finding, Level
-from kvtier.inspect.contents import standing
+from kvtier.inspect.contents import DriveWear, Writes, standing
 from kvtier.settings import WHOSE
+from kvtier.slab.files import LOCK, TABLE_SUFFIX, homes, slab_files, used_bytes
+from kvtier.slab.folder import kept_free, slab_bytes
+from kvtier.slab.folder_inspect import FolderInspector
+from kvtier.slab.keeper import only_reads
 from kvtier.system.disk import Disk, mounted
+
+_DAY_S = 86400.0
+
+
+def writes_to(settings: NvmeSettings, capacity: int) -> Writes | None:
+    """What is known; None of a tier without a budget, and of which none was kept."""
+    root = Path(settings.path)
+    rate = settings.writes_per_second(capacity)
+    entry = read_entry(root / NAME)
+    if rate is None and entry is None:
+        return None
+    drives = [_wear(drive) for drive in read_drives(standing(root))]
+    found = Writes(per_day=None if rate is None else rate * _DAY_S, drives=drives)
+    if entry is not None:
+        found.written, found.since = entry.written, entry.since
+        if rate is not None:
+            now = WriteLedger(root, rate, BURST_S * rate).look()
+            found.left = 0.0 if now is None else max(0.0, now.level)
+    return found
+
+
+def _wear(drive: Drive) -> DriveWear:
+    return DriveWear(
+        device=drive.device,
+        written=drive.written,
+        percent_used=drive.percent_used,
+        problem=drive.problem,
+    )
+
+
+def check_writes(area: str, settings: NvmeSettings) -> Iterator[Finding]:
+    """Findings for `doctor`; none where no budget is set."""
+    folder = standing(Path(settings.path))
+    total = Disk().total_bytes(folder)
+    found = writes_to(settings, settings.capacity.resolve(total))
+    if found is None or found.per_day is None:
+        return
+    what = f"{amounts.size(found.per_day)} a day may be written"
+    if found.written is not None and found.since is not None:
+        what += f", {amounts.size(found.written)} were since {day(found.since)}"
+    if found.per_day > total:
+        times = found.per_day / max(1, total)
+        yield Finding(
+            area,
+            Level.NOTE,
+            f"{what}: {times:.1f} times the file system a day",
+            "a usual data-centre drive endures 1 a day for five years, as endurance: 1.0",
+        )
+    else:
+        yield Finding(area, Level.OK, what)
+    for drive in found.drives:
+        if drive.written is None:
+            name = f"{drive.device}: " if drive.device else ""
+            yield Finding(
+                area, Level.NOTE, f"{name}what the drive says was written is not known here",
+                drive.problem,
+            )  # fmt: skip
+        else:
+            used = f"{drive.percent_used} % of its endurance used"
+            level = Level.WARN if (drive.percent_used or 0) >= 100 else Level.OK
+            said = f"{drive.device} says: {amounts.size(drive.written)} written, {used}"
+            yield Finding(area, level, said, "it has outlived what its maker promised: replace it")
+
+
+def day(at: float) -> str:
+    """A day, for people; what no calendar has is unknown."""
+    try:
+        return datetime.fromtimestamp(at, UTC).date().isoformat()
+    except (OverflowError, OSError, ValueError):
+        return "an unknown day"
+
 
 _BLOCK = 4096
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "glusterfs"}
@@ -154,3 +230,27 @@ def _rotates(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             return (queue / "rotational").read_text().strip() == "1"
     return False
+
+
+class NvmeInspector(FolderInspector[NvmeSettings]):
+    """Looks at a folder on a local disk."""
+
+    own_files = (LOCK, NAME)
+
+    @property
+    def root(self) -> Path:
+        return Path(self.settings.path)
+
+    def checks(self) -> Iterator[Finding]:
+        yield from check_disk(self.area(), self.settings)
+        yield from check_writes(self.area(), self.settings)
+
+    def writes(self) -> Writes | None:
+        return writes_to(self.settings, self.capacity())
+
+    def moved_to(self, folder: Path) -> dict[str, object]:
+        """Without the write budget: what is measured there is the disk."""
+        return super().moved_to(folder) | {"writes": None, "endurance": None}
+
+    def kept_free(self) -> int:
+        return self.settings.free_floor.bytes

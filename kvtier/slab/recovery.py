@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import ctypes
 from copy import copy
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.slab import layout
-from kvtier.interfaces.tier import Tier
-from kvtier.types import BlockKey
+from kvtier.slab import layout
 
 _PIECES_AT_ONCE = 32
 """From so many pieces at most one call takes slots: it runs between the steps of an engine."""
@@ -69,10 +68,14 @@ class Survivors:
         """Slots of one slab, when each was used last and how often: the longest unused first, and
         each prompt from its head on."""
         if len(slots):
-            self.add_piece(_Piece(slots, used_at, uses))
+            self._add(_Piece(slots, used_at, uses))
 
-    def add_piece(self, piece: _Piece) -> None:
-        """The same, in order already."""
+    def add_all_of(self, other: Survivors) -> None:
+        """What another has still to tell of; they share the memory for it."""
+        for _, _, piece in other._pieces:
+            self._add(copy(piece))
+
+    def _add(self, piece: _Piece) -> None:
         self._added += 1
         self._left += len(piece)
         heappush(self._pieces, (-piece.time, self._added, piece))
@@ -105,51 +108,8 @@ class Survivors:
         return self._left
 
 
-class RecoveringTier(Tier):
-    """A tier over numbered slots that knows which of them outlived an earlier process."""
-
-    _where: dict[BlockKey, int]
-    _key_of: list[BlockKey | None]
-
-    def __init__(self) -> None:
-        self._survivors = Survivors()
-        self._hottest: Survivors | None = Survivors()
-        """The same once more, for the tier above."""
-
-    def _survived(self, slots: Slots, used_at: Times, uses: Uses) -> None:
-        """As `Survivors.add`, for the tiers below and above."""
-        if len(slots):
-            piece = _Piece(slots, used_at, uses)
-            self._survivors.add_piece(piece)
-            if self._hottest is not None:
-                self._hottest.add_piece(copy(piece))
-
-    @property
-    def recovered(self) -> int:
-        return len(self._survivors)
-
-    def take_recovered(self, count: int) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        return self._still_here(*self._survivors.take(count))
-
-    def take_hottest(self, count: int) -> Sequence[BlockKey]:
-        hottest = self._hottest
-        return self._still_here(*hottest.take(count))[0] if hottest else []
-
-    def _still_here(
-        self, slots: Sequence[int], used: Sequence[int]
-    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        key_of, where = self._key_of, self._where
-        keys: list[BlockKey] = []
-        uses: list[int] = []
-        for slot, count in zip(slots, used, strict=True):
-            key = key_of[slot]
-            if key is not None and where.get(key) == slot:
-                keys.append(key)
-                uses.append(count)
-        return keys, uses
-
-    def forget_recovered(self) -> None:
-        self._survivors.clear()
-
-    def forget_hottest(self) -> None:
-        self._hottest = None
+def give_back_memory() -> None:
+    """Return to the system what reading large tables has left free: the process would keep it, a
+    third of all that it has."""
+    with contextlib.suppress(AttributeError):  # a C library without it keeps what it has
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The names in an NVMe folder, the marks that keep owners alive, and how large things are."""
+"""The names in a folder of slabs, the marks that keep owners alive, and the lock of the folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,75 @@ import os
 import re
 import shutil
 import stat
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvtier.core.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
-from kvtier.errors import FormatError, NewerFormat
-from kvtier.system.disk import Disk, is_locked, lock_within
+import msgspec
 
+from kvtier.errors import FormatError, MediumError, NewerFormat
+from kvtier.slab import layout
+from kvtier.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
+from kvtier.system.disk import Disk, is_locked, lock_within
+from kvtier.types import BlockKey
+
+NOBODY = 0
+"""The owner of a slab that was let go of, so that others adopt it."""
+
+
+class SlabFile(msgspec.Struct, frozen=True):
+    """A slab as it lies in the folder."""
+
+    header: SlabHeader
+    owner: int
+
+    @property
+    def id(self) -> int:
+        return self.header.slab_id
+
+
+def file_sizes(header: SlabHeader) -> tuple[int, int]:
+    return header.data_end, header.table_bytes
+
+
+_WAIT_S = 10.0
+
+
+class FolderBusy(MediumError):
+    """Another process holds the folder's lock for too long."""
+
+
+@contextlib.contextmanager
+def folder_locked(root: Path) -> Iterator[None]:
+    """Hold the lock under which a folder's slabs change hands; raises FolderBusy rather than wait
+    without end."""
+    path, end = root / LOCK, time.monotonic() + _WAIT_S
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        fd = os.open(path, flags, 0o600)
+        try:
+            if not lock_within(fd, fcntl.LOCK_EX, end - time.monotonic()):
+                raise FolderBusy(
+                    f"{root} is locked by a process that hangs: `fuser -v {path}` names those that "
+                    "have it open; end the one that hangs"
+                )
+            if has_name(fd, path):  # else somebody has removed it: others take another by now
+                yield
+                return
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is just being started has it open, too
+            os.close(fd)
+
+
+def has_name(fd: int, path: Path) -> bool:
+    """Whether this is still the file of that name; raises OSError if it cannot be looked at."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+LOCK = "lock"
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 _HOLD_S = 0.1
@@ -250,3 +313,37 @@ def is_newer(table: Path) -> bool:
         finally:
             os.close(fd)
     return False
+
+
+def write_entries(disk: Disk, table: Path, entries: Mapping[int, bytes]) -> None:
+    """Write the entries of these slots; a table that is gone needs none. Raises OSError."""
+    try:
+        fd = disk.open(table)
+    except FileNotFoundError:
+        return
+    try:
+        slots = sorted(entries)
+        for start, stop in layout.runs(slots):
+            data = b"".join([entries[slot] for slot in slots[start:stop]])
+            if disk.writev(fd, [memoryview(data)], layout.entry_at(slots[start])) != len(data):
+                raise OSError(errno.EIO, "a table entry was written in part")
+    finally:
+        disk.close(fd)
+
+
+def hide_entry(disk: Disk, table: Path, slot: int, key: BlockKey) -> None:
+    """Mark a slot as free whose entry still names this block, though it is being given to another.
+    That one may be written meanwhile: then at worst the next process does not find it. Raises
+    OSError."""
+    try:
+        fd = disk.open(table)
+    except FileNotFoundError:
+        return
+    try:
+        at = layout.entry_at(slot)
+        entry = bytearray(layout.ENTRY_BYTES)
+        disk.readv(fd, [memoryview(entry)], at)
+        if entry[0] == layout.VALID and layout.key_in(entry) == key:
+            disk.writev(fd, [memoryview(bytes([layout.FREE]))], at)
+    finally:
+        disk.close(fd)

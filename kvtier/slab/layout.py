@@ -6,8 +6,9 @@ state RESERVED with the key, then the data, and the state VALID last.
 
 from __future__ import annotations
 
+import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -22,7 +23,10 @@ MAGIC = b"KVTSLAB\n"
 VERSION = 1
 TABLE_AT = 4096
 ENTRY_BYTES = 64
-SLOTS_MAX = 1 << 24
+SLOT_BITS = 24
+SLOT_MASK = (1 << SLOT_BITS) - 1
+"""A block's place in a folder of slabs: `slab id << SLOT_BITS | slot`."""
+SLOTS_MAX = 1 << SLOT_BITS
 SLOT_BYTES_MAX = record_bytes(PAYLOAD_BYTES_MAX)
 """Whoever reads a slot makes room for as much as the header says."""
 
@@ -257,3 +261,53 @@ def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbouring slots, as (start, stop) positions in the sequence given: one I/O each."""
     cuts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
     return list(zip([0, *cuts], [*cuts, len(slots)], strict=True)) if slots else []
+
+
+PIECE_BYTES = 64 << 20
+"""Drivers and kernels have refused large ranges."""
+
+
+def pieces_of(
+    slots: int,
+    slot_bytes: int,
+    first_at: int,
+    piece_bytes: int = PIECE_BYTES,
+    page_bytes: int = mmap.PAGESIZE,
+) -> Iterator[range]:
+    """Neighbouring slots, the first of all at such an address. A piece ends where a slot does, so
+    that no copy crosses from one into the next, and where a page of the system does, because a
+    driver pins whole pages, and refuses one that it has: all that is left, if no slot does so."""
+    step, at = max(piece_bytes // slot_bytes, 1), 0
+    while at < slots:
+        end = at + step
+        while end < slots and (first_at + end * slot_bytes) % page_bytes:
+            end += 1
+        yield range(at, min(end, slots))
+        at = end
+
+
+def pinning_order(
+    header: SlabHeader, entries: npt.NDArray[np.void], pieces: Sequence[range] | None = None
+) -> list[range]:
+    """A region's pieces, those first whose blocks were used most, and last. Of all others the first
+    ones: new blocks go where this begins."""
+    if pieces is None:
+        pieces = list(pieces_of(header.slots, header.slot_bytes, header.data_at))
+    valid = committed(entries)
+    uses = np.zeros(header.slots, np.int64)
+    used = np.zeros(header.slots)
+    uses[valid], used[valid] = entries["uses"][valid], last_used(entries)[valid]
+    begins = np.array([piece.start for piece in pieces])
+    most, latest = np.add.reduceat(uses, begins), np.maximum.reduceat(used, begins)
+    order = np.lexsort((begins, -latest, -most))
+    return [pieces[at] for at in order.tolist()]
+
+
+def place_of(order: Sequence[range], slots: int) -> npt.NDArray[np.int32]:
+    """Where in this order each slot comes."""
+    places = np.zeros(slots, np.int32)
+    at = 0
+    for piece in order:
+        places[piece.start : piece.stop] = np.arange(at, at + len(piece))
+        at += len(piece)
+    return places
