@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.report import Report
+from kvtier.chain.context import ChainContext
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
 from kvtier.interfaces.backend import TierContext, backend
@@ -118,16 +119,15 @@ class Bench:
         self.tiers = [tier for tier, _ in opened]
         costs = CostModel()
         costs.observe_prefill(8192, 4.0)
-        self.chain = TierChain(
-            self.tiers, [rule for _, rule in opened], NullMover(), NAMESPACE, costs=costs
-        )
+        rules = [rule for _, rule in opened]
+        self.chain = TierChain(ChainContext(self.tiers, rules, NullMover(), NAMESPACE, costs))
         self.samples: dict[tuple[str, str], list[float]] = {}
 
     def round(self, case: str, keys: list[BlockKey]) -> None:
         """One request: asked for, taken in, landed, ended."""
         chain = self.chain
         marks = [time.perf_counter()]
-        count = chain.worth(keys, CHUNK)
+        count = chain.match_prefix(keys, CHUNK)
         marks.append(time.perf_counter())
         found = chain.lookup(keys)
         marks.append(time.perf_counter())

@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from kvtier.chain.context import ChainContext
 from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.tier_chain import TierChain
@@ -99,11 +100,7 @@ class Stack:
             self.mover = _open_mover(config, self.context, serving=serving)
             opened.insert(0, self.mover)
             self.chain = TierChain(
-                tiers,
-                config.tiers,
-                self.mover,
-                namespace,
-                costs=costs,
+                ChainContext(tiers, config.tiers, self.mover, namespace, costs),
                 prefetch=config.prefetch if serving else None,
                 retain=config.retain if serving else None,
             )

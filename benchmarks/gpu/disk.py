@@ -17,6 +17,7 @@ from kvtier.backends.cpu import BACKEND as CPU
 from kvtier.backends.cpu import CpuHandler, CpuSettings
 from kvtier.backends.nvme import BACKEND as NVME
 from kvtier.backends.nvme import NvmeSettings
+from kvtier.chain.context import ChainContext
 from kvtier.chain.tier_chain import TierChain
 from kvtier.device.copier import Blocks, Job
 from kvtier.device.cuda.device import open_copier
@@ -58,7 +59,7 @@ class DiskArena:
         self.host = CPU.open_handler(cpu, context)
         handlers = [CPU.open_handler(cpu, context), NVME.open_handler(nvme, context)]
         self.mover = ThreadMover(handlers, namespace, queue_blocks=[4096, 4096])
-        self.chain = TierChain(self.tiers, [cpu, nvme], self.mover, namespace)
+        self.chain = TierChain(ChainContext(self.tiers, [cpu, nvme], self.mover, namespace))
         assert isinstance(self.host, CpuHandler)
         region = self.host.region
         access = DirectAccess(gds, [folder], probe, lambda: KvikioDriver(0))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvtier.chain.ledger import Move
 from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE, plan_runs
-from kvtier.chain.stats import Tally
+from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE, Offer, Run
 from kvtier.types import BlockKey
@@ -254,14 +254,11 @@ def _count(sums: Sequence[list[int]], ranges: Sequence[range]) -> int:
     )
 
 
-# Decides how much of a request's hit is taken.
-
-
 class Decision:
     """How much of a request's hit is taken. It holds as long as the question stays the same: a
     request that waits is asked about in every step, but decided, and counted, once."""
 
-    __slots__ = ("answer", "at_hand", "cramped", "missed", "question", "stops")
+    __slots__ = ("answer", "at_hand", "missed", "question", "short_of_room", "stops")
 
     def __init__(self, at_hand: bool = False) -> None:
         self.at_hand = at_hand
@@ -272,26 +269,26 @@ class Decision:
         """How many blocks each tier was counted to miss: they come and go while a request waits."""
         self.answer = 0
         self.stops: list[int] = []
-        self.cramped = False
+        self.short_of_room = False
         """Host memory had no room for more, and may have it now."""
 
 
-class Appraiser:
+class HitPlanner:
     """Decides how much of a hit to take, and counts what was looked for."""
 
     def __init__(
         self,
-        tally: Tally,
+        counters: ChainCounters,
         costs: CostModel | None,
         joinable: Mapping[BlockKey, Move],
         clock: Callable[[], float],
     ) -> None:
-        self._tally = tally
+        self._counters = counters
         self._costs = costs
         self._joinable = joinable
         self._clock = clock
 
-    def lead(
+    def prefix(
         self,
         keys: Sequence[BlockKey],
         origins: Sequence[int],
@@ -301,12 +298,12 @@ class Appraiser:
     ) -> int:
         """How many leading blocks of a prefix to take."""
         places = self._nearly(keys, origins, decision)
-        runs = plan_runs(places, self._tally.links, self._tally.sizes(keys))
+        runs = plan_runs(places, self._counters.links, self._counters.sizes(keys))
         question = (start, len(keys), runs)
         if decision.question != question:
             decision.question = question
             if not decision.at_hand:
-                decision.missed = self._tally.looked_up(origins, decision.missed)
+                decision.missed = self._counters.looked_up(origins, decision.missed)
             decision.answer = sum(run.blocks for run in runs)
             if runs and self._costs is not None:
                 decision.answer = self._costs.admit(runs, tokens_per_block, start)
@@ -328,15 +325,15 @@ class Appraiser:
         ]
         question = (start, limit, places)
         same = decision.question == question
-        if same and not decision.cramped:
+        if same and not decision.short_of_room:
             return decision.answer
         if not same:
             decision.question = question
             if not decision.at_hand:
                 begun = zip((start // span.shape.tokens for span in spans), origins, strict=True)
                 sought = [at for first, column in begun for at in column[first:]]
-                decision.missed = self._tally.looked_up(sought, decision.missed)
-        found, decision.cramped = stops(spans, origins, start, limit, room)
+                decision.missed = self._counters.looked_up(sought, decision.missed)
+        found, decision.short_of_room = stops(spans, origins, start, limit, room)
         if not same or found != decision.stops:
             decision.stops = found
             decision.answer = self._choose(spans, places, start, thin(found))
@@ -368,6 +365,6 @@ class Appraiser:
     ) -> int:
         best = len(found) - 1
         if self._costs is not None:
-            made = offers(spans, places, self._tally.links, start, found)
+            made = offers(spans, places, self._counters.links, start, found)
             best = self._costs.choose(made, start)
         return found[best] if best >= 0 else start

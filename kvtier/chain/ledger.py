@@ -648,5 +648,5 @@ class Unproved:
     def tell_blamed(self, failed: Callable[[int, Sequence[Outcome]], None]) -> None:
         """Tell of the blocks that were found bad after they had landed, tier by tier, once."""
         blamed, self._blamed = self._blamed, []
-        for tier, count in blamed:
-            failed(tier, [Outcome.CORRUPT] * count)
+        for tier, blocks in blamed:
+            failed(tier, [Outcome.CORRUPT] * blocks)

@@ -4,98 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from itertools import takewhile
 
 import msgspec
 
+from kvtier.chain.context import ChainContext
 from kvtier.chain.hits import Decision
-from kvtier.chain.ledger import Ledger, Move, Settled
-from kvtier.chain.lookup import DirectReads, Locator, Promises
+from kvtier.chain.ledger import Move, Settled
+from kvtier.chain.load import Loads
+from kvtier.chain.lookup import Lookup
 from kvtier.chain.plan import HOST, plan_ahead
-from kvtier.chain.promotion import Promotion
-from kvtier.chain.stats import PrefetchStats, Tally
-from kvtier.chain.store import Cascade
-from kvtier.cost.model import CostModel
-from kvtier.interfaces.mover import Mover
-from kvtier.interfaces.tier import Tier
+from kvtier.chain.stats import PrefetchStats
 from kvtier.settings import PrefetchSettings
 from kvtier.types import BlockKey, Outcome, Presence
-
-_OFF = PrefetchSettings(waiting=False, restart=0.0)
-
-
-class AheadOfTime:
-    """Prefetches for requests that wait, and the warm-up after a start."""
-
-    def __init__(
-        self,
-        settings: PrefetchSettings | None,
-        tiers: Sequence[Tier],
-        queues: Sequence[int],
-        slots: int,
-        ledger: Ledger,
-        mover: Mover,
-        locator: Locator,
-        promises: Promises,
-        promotion: Promotion,
-        direct: DirectReads,
-        cascade: Cascade,
-        tally: Tally,
-        costs: CostModel | None,
-        clock: Callable[[], float],
-    ) -> None:
-        """`slots` is how many blocks host memory holds; without settings there is none of it."""
-        settings = settings or _OFF
-        self.prefetches = Prefetches(
-            tiers,
-            queues,
-            int(slots * settings.memory) if settings.waiting else 0,
-            ledger,
-            mover,
-            locator,
-            promises,
-            promotion,
-            direct,
-            tally,
-            costs,
-            clock,
-            unsaved=cascade.unsaved,
-            used=partial(cascade.committed, HOST),
-        )
-        filled = int(slots * settings.restart)
-        self.warm_up = WarmUp(
-            tiers, filled, slots, ledger, mover, locator, promises, promotion, self.prefetches
-        )
-
-    def make_way(self, decision: Decision, keys: Sequence[BlockKey]) -> None:
-        """A load of these was decided on: if it lacks room, it will have that of prefetches, or
-        what is left of a prefetch that was cancelled."""
-        if decision.cramped:
-            self.prefetches.give_way()
-            self.warm_up.give_way()
-        decision.cramped |= self.prefetches.leaving(keys)
-
-    def settled(self, settled: Settled, now: float) -> Sequence[BlockKey]:
-        """A move into host memory has ended. Answers with what it has brought to a load; of others
-        the tiers between are told when they are used."""
-        if not settled.move.ahead:
-            return settled.committed
-        if self.warm_up.settled(settled):
-            return [] if settled.move.prefetch else settled.committed
-        self.prefetches.settled(settled, now)
-        return []
-
-    def step(self, now: float) -> None:
-        """Between two steps of the engine, when nothing is promised to anybody."""
-        self.prefetches.tick(now)
-        self.warm_up.step(now)
-
-    def forget(self) -> None:
-        """All tiers are empty now."""
-        self.prefetches.forget()
-        self.warm_up.end()
-
 
 # Promotions that begin before their request is served: while it waits in the engine's queue.
 #
@@ -128,37 +49,23 @@ class Prefetches:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
-        queues: Sequence[int],
-        share: int,
-        ledger: Ledger,
-        mover: Mover,
-        locator: Locator,
-        promises: Promises,
-        promotion: Promotion,
-        direct: DirectReads,
-        tally: Tally,
-        costs: CostModel | None,
-        clock: Callable[[], float],
+        context: ChainContext,
+        lookup: Lookup,
+        loads: Loads,
+        settings: PrefetchSettings,
         unsaved: Callable[[Sequence[BlockKey]], Collection[BlockKey]],
         used: Callable[[Sequence[BlockKey], int], None],
     ) -> None:
-        """`share` is how many blocks prefetches may hold, `unsaved` are those of host memory that
-        would be gone, and `used` is told of blocks that a load took, and of their tier."""
-        self._tiers = tiers
-        self._queues = queues
-        self._ledger = ledger
-        self._mover = mover
-        self._locator = locator
-        self._promises = promises
-        self._promotion = promotion
-        self._direct = direct
-        self._tally = tally
-        self._costs = costs
-        self._clock = clock
+        """`unsaved` are those of host memory that would be gone, and `used` is told of blocks that
+        a load took, and of their tier."""
+        self._context = context
+        self._lookup = lookup
+        self._reservations = lookup.reservations
+        self._loads = loads
         self._unsaved = unsaved
         self._tell_used = used
-        self.share = PrefetchShare(share)
+        slots, tiers = context.slots[HOST], context.tiers
+        self.share = PrefetchShare(int(slots * settings.memory) if settings.waiting else 0)
         self.stats = PrefetchStats.of(len(tiers))
         self._wishes: dict[str, Wish] = {}
         self._over: list[Wish] = []
@@ -174,13 +81,14 @@ class Prefetches:
         """Blocks on their way from each tier."""
         self._bytes = [0] * len(tiers)
         self._give_way = False
+        self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.restart))
 
     # -- what is wanted ----------------------------------------------------------------------
 
     @property
     def on(self) -> bool:
         """Whether there is anything to be prefetched, and room for it."""
-        return self.share.blocks > 0 and len(self._tiers) > 1
+        return self.share.blocks > 0 and len(self._context.tiers) > 1
 
     @property
     def busy(self) -> bool:
@@ -196,29 +104,29 @@ class Prefetches:
         """A request that waits will ask for these; answers with the bytes of them that lie in each
         tier below host memory. `begin` brings them up."""
         self.end(request, served=True)
-        origins = self._locator.locate(keys)
+        origins = self._lookup.locate(keys)
         left = [key for key, at in zip(keys, origins, strict=True) if self._comes_from(at)]
         self._wishes[request] = Wish(keys=keys, left=left)
         self._wanted.update(keys)
-        sizes = [0] * len(self._tiers)
-        for at, size in zip(origins, self._tally.sizes(keys), strict=True):
+        sizes = [0] * len(self._context.tiers)
+        for at, size in zip(origins, self._context.counters.sizes(keys), strict=True):
             if self._comes_from(at):
                 sizes[at] += size
         return sizes
 
     def _comes_from(self, origin: int) -> bool:
         """Whether blocks with this origin come up through host memory."""
-        return origin > HOST and origin not in self._direct.tiers
+        return origin > HOST and origin not in self._context.direct
 
     def begin(self, request: str) -> bool:
         """Begin to move in what a request wants, as far as there is room; whether that is all."""
         wish = self._wishes.get(request)
         if wish is None or not wish.left:
             return True
-        if self._mover.down or self._give_way:
+        if self._context.mover.down or self._give_way:
             return False
-        now, left = self._clock(), wish.left
-        origins = self._locator.locate(left)
+        now, left = self._context.clock(), wish.left
+        origins = self._lookup.locate(left)
         at, room = 0, PIECE_BLOCKS
         while at < len(left) and room > 0:
             source, stop = plan_ahead(origins, at, PIECE_BLOCKS)
@@ -234,31 +142,34 @@ class Prefetches:
         """How many of so many blocks of a tier may be begun to move in now."""
         flying = self._in_flight[source]
         held = sum(self._in_flight) + len(self._unused)
-        queued = max(1, self._queues[source] // QUEUE_SHARE) - flying
-        room = min(blocks, self.share.blocks - held, queued, self._promises.room())
+        queued = max(1, self._context.queues[source] // QUEUE_SHARE) - flying
+        room = min(blocks, self.share.blocks - held, queued, self._reservations.room())
         if room <= 0 or (flying and self._busy_seconds(source) > AHEAD_S):
             return 0
         return self._takes(room)
 
     def _busy_seconds(self, source: int) -> float:
-        if self._costs is None:
+        if self._context.costs is None:
             return 0.0
-        return self._costs.load_seconds(self._tally.moved[source], self._bytes[source])
+        return self._context.costs.load_seconds(
+            self._context.counters.moved[source], self._bytes[source]
+        )
 
     def takes_seconds(self, sizes: Sequence[int]) -> float:
         """How long it takes until so many bytes have come from each tier, as far as known."""
-        if self._costs is None:
+        if self._context.costs is None:
             return 0.0
-        links = zip(self._tally.moved, sizes, strict=True)
+        links = zip(self._context.counters.moved, sizes, strict=True)
         return max(
-            (self._costs.load_seconds(link, size) for link, size in links if size), default=0.0
+            (self._context.costs.load_seconds(link, size) for link, size in links if size),
+            default=0.0,
         )
 
     def _takes(self, blocks: int) -> int:
         """For how many of so many host memory has room without losing what is hotter: what waiting
         requests want, or what is likely to be used before; or what is nowhere else yet. What comes
         after such a block in the order of eviction is hotter than that."""
-        host = self._tiers[HOST]
+        host = self._context.tiers[HOST]
         short = blocks - host.stats().free
         if short <= 0:
             return blocks
@@ -270,12 +181,12 @@ class Prefetches:
         return blocks - short + sum(1 for _ in yields)
 
     def _start(self, source: int, keys: Sequence[BlockKey], now: float) -> bool:
-        move = self._promotion.prefetch(source, keys, now)
+        move = self._loads.prefetch(source, keys, now)
         if move is not None:
             self._moves[move.transfer.id] = (move, now)
             self._in_flight[source] += len(move.keys)
-            self._bytes[source] += sum(self._tally.sizes(move.keys))
-            self._promises.count_again()
+            self._bytes[source] += sum(self._context.counters.sizes(move.keys))
+            self._reservations.count_again()
         return move is not None
 
     def end(self, request: str, *, served: bool) -> None:
@@ -297,16 +208,20 @@ class Prefetches:
         self._wishes[request] = Wish(keys=here, left=[])
         self._wanted.update(here)
 
-    def give_way(self) -> None:
-        """A load lacks room: it gets what prefetches hold that nobody has joined."""
-        self._give_way = any(move.prefetch for move, _ in self._moves.values())
+    def make_way(self, decision: Decision, keys: Sequence[BlockKey]) -> None:
+        """A load of these was decided on: if it lacks room, it gets what prefetches hold that
+        nobody has joined, or what is left of a prefetch that was cancelled."""
+        if decision.short_of_room:
+            self._give_way = any(move.prefetch for move, _ in self._moves.values())
+            self.warm_up.give_way()
+        decision.short_of_room |= self._leaving(keys)
 
     @property
     def holds_room(self) -> bool:
         """Whether there will be more room in a moment, because prefetches give way."""
         return self._give_way or any(map(_leaves, self._moves.values()))
 
-    def leaving(self, keys: Collection[BlockKey]) -> bool:
+    def _leaving(self, keys: Collection[BlockKey]) -> bool:
         """Whether some of these cannot be loaded for a moment: their prefetch was cancelled, and
         the mover may not have let go of it yet."""
         moves = [move for move, _ in filter(_leaves, self._moves.values())]
@@ -320,9 +235,9 @@ class Prefetches:
         if known is not None:
             self._joined.update(key for key in move.keys if key in keys)
         if move.prefetch:
-            self._promotion.hasten(move)
+            self._loads.hasten(move)
             if known is not None:
-                size = sum(self._tally.sizes(move.keys))
+                size = sum(self._context.counters.sizes(move.keys))
                 self._save(size, move.transfer.source, known[1], None)
 
     def found(self, keys: Sequence[BlockKey]) -> None:
@@ -336,7 +251,7 @@ class Prefetches:
         for tier, mine in used.items():
             came = [self._unused.pop(key) for key in mine]
             began, ended = min(each[1] for each in came), max(each[2] for each in came)
-            self._save(sum(self._tally.sizes(mine)), tier, began, ended)
+            self._save(sum(self._context.counters.sizes(mine)), tier, began, ended)
             self._use(mine, tier)
 
     def _use(self, keys: Sequence[BlockKey], tier: int) -> None:
@@ -347,19 +262,31 @@ class Prefetches:
     def _save(self, size: int, tier: int, began: float, ended: float | None) -> None:
         """A load need not wait for so many bytes: no longer than they were under way, nor than the
         link is expected to take for them."""
-        saved = (self._clock() if ended is None else ended) - began
-        if self._costs is not None:
-            saved = min(saved, self._costs.load_seconds(self._tally.moved[tier], size))
+        saved = (self._context.clock() if ended is None else ended) - began
+        if self._context.costs is not None:
+            saved = min(
+                saved, self._context.costs.load_seconds(self._context.counters.moved[tier], size)
+            )
         self.stats.saved_seconds += max(0.0, saved)
 
-    def settled(self, settled: Settled, now: float) -> None:
-        """A move that was begun as a prefetch has ended."""
+    def settled(self, settled: Settled, now: float) -> Sequence[BlockKey]:
+        """A move into host memory has ended. Answers with what it has brought to a load; of others
+        the tiers between are told when they are used."""
+        if not settled.move.ahead:
+            return settled.committed
+        if self.warm_up.settled(settled):
+            return [] if settled.move.prefetch else settled.committed
+        self._arrived(settled, now)
+        return []
+
+    def _arrived(self, settled: Settled, now: float) -> None:
+        """A move that was begun for a request that waits has ended."""
         move, source = settled.move, settled.move.transfer.source
         known = self._moves.pop(move.transfer.id, None)
         if known is None:
             return
         self._in_flight[source] -= len(move.keys)
-        self._bytes[source] -= sum(self._tally.sizes(move.keys))
+        self._bytes[source] -= sum(self._context.counters.sizes(move.keys))
         self.stats.arrived[source] += len(settled.committed)
         cancelled = [k for k, why in settled.failed.items() if why is Outcome.CANCELLED]
         self.stats.cancelled[source] += len(cancelled)
@@ -381,16 +308,16 @@ class Prefetches:
             return
         self.share.wasted(len(keys))
         if drop:
-            below = [tier.lookup(keys) for tier in self._tiers[HOST + 1 :]]
-            read = set(self._ledger.pinned(HOST))  # evicted, and loaded again since then
-            self._tiers[HOST].forget(
+            below = [tier.lookup(keys) for tier in self._context.tiers[HOST + 1 :]]
+            read = set(self._context.ledger.pinned(HOST))  # evicted, and loaded again since then
+            self._context.tiers[HOST].forget(
                 [
                     key
                     for key, *found in zip(keys, *below, strict=True)
                     if Presence.HIT in found and key not in read
                 ]
             )
-            self._promises.count_again()
+            self._reservations.count_again()
 
     def counted(self) -> PrefetchStats:
         """Counters and gauges at this moment."""
@@ -403,8 +330,13 @@ class Prefetches:
             },
         )
 
-    def tick(self, now: float) -> None:
-        """Once a step: cancel what nobody wants any more, what is late, and what gives way."""
+    def step(self, now: float) -> None:
+        """Between two steps of the engine, when nothing is reserved for anybody."""
+        self._tick(now)
+        self.warm_up.step(now)
+
+    def _tick(self, now: float) -> None:
+        """Cancel what nobody wants any more, what is late, and what gives way."""
         over, self._over = self._over, []
         for wish in over:
             self._wanted.subtract(wish.keys)
@@ -419,13 +351,13 @@ class Prefetches:
             if move.prefetch
             and (
                 self._give_way
-                or self._promotion.late(move, now)
+                or self._loads.late(move, now)
                 or (over and self._wanted.keys().isdisjoint(move.keys))
             )
         ]
         self._give_way = False
         if ids:
-            self._mover.cancel(self._ledger.abandon(ids))
+            self._context.mover.cancel(self._context.ledger.abandon(ids))
 
     def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
         """These (None: all) are dropped everywhere, and no news of what was prefetched."""
@@ -434,6 +366,7 @@ class Prefetches:
             self._wishes.clear()
             self._over.clear()
             self._wanted.clear()
+            self.warm_up.end()
         else:
             for key in keys:
                 self._unused.pop(key, None)
@@ -504,30 +437,24 @@ class WarmUp:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
-        blocks: int,
-        slots: int,
-        ledger: Ledger,
-        mover: Mover,
-        locator: Locator,
-        promises: Promises,
-        promotion: Promotion,
+        context: ChainContext,
+        lookup: Lookup,
+        loads: Loads,
         prefetches: Prefetches,
+        blocks: int,
     ) -> None:
-        """`blocks` is how many of its `slots` host memory may have taken then."""
-        self._tiers = tiers
+        """`blocks` is how many host memory may hold then."""
+        slots = context.slots[HOST]
+        self._context = context
+        self._lookup = lookup
+        self._loads = loads
+        self._prefetches = prefetches
         self._spared = slots - blocks
         self._most = max(1, min(UNDER_WAY_BLOCKS, slots // 8))
-        self._ledger = ledger
-        self._mover = mover
-        self._locator = locator
-        self._promises = promises
-        self._promotion = promotion
-        self._prefetches = prefetches
         self._moves: dict[int, Move] = {}
         self._gives_way = False
         self._began = 0.0
-        self.pending = blocks > 0 and any(tier.recovered for tier in tiers[HOST + 1 :])
+        self.pending = blocks > 0 and any(tier.recovered for tier in context.tiers[HOST + 1 :])
         """Whether there may be more to be brought."""
         if not self.pending:
             self.end()
@@ -537,7 +464,7 @@ class WarmUp:
         if self._gives_way:
             self._gives_way = False
             ids = [id for id, move in self._moves.items() if move.prefetch]
-            self._mover.cancel(self._ledger.abandon(ids))
+            self._context.mover.cancel(self._context.ledger.abandon(ids))
             return
         if not self.pending:
             return
@@ -545,12 +472,12 @@ class WarmUp:
         if self._free() <= 0 or now > self._began + LONGEST_S:
             self.end()
             return
-        if self._mover.down or self._prefetches.busy or any(self._ledger.loading):
+        if self._context.mover.down or self._prefetches.busy or any(self._context.ledger.loading):
             return
         under_way = sum(len(move.keys) for move in self._moves.values())
-        for source in range(HOST + 1, len(self._tiers)):
+        for source in range(HOST + 1, len(self._context.tiers)):
             while (room := min(self._free(), self._most - under_way, PIECE_BLOCKS)) > 0:
-                told = self._tiers[source].take_hottest(room)
+                told = self._context.tiers[source].take_hottest(room)
                 if not told:
                     break
                 under_way += self._start(source, told, now)
@@ -559,17 +486,17 @@ class WarmUp:
 
     def _free(self) -> int:
         """Slots that may still be taken: nothing is evicted for this."""
-        free = min(self._tiers[HOST].stats().free, self._promises.room())
+        free = min(self._context.tiers[HOST].stats().free, self._lookup.reservations.room())
         return free - self._spared
 
     def _start(self, source: int, told: Sequence[BlockKey], now: float) -> int:
-        places = self._locator.locate(told)
+        places = self._lookup.locate(told)
         keys = [key for key, at in zip(told, places, strict=True) if at == source]
-        move = self._promotion.prefetch(source, keys, now) if keys else None
+        move = self._loads.prefetch(source, keys, now) if keys else None
         if move is None:
             return 0
         self._moves[move.transfer.id] = move
-        self._promises.count_again()
+        self._lookup.reservations.count_again()
         return len(move.keys)
 
     def settled(self, settled: Settled) -> bool:
@@ -587,5 +514,5 @@ class WarmUp:
     def end(self) -> None:
         """No more of it."""
         self.pending = False
-        for tier in self._tiers[HOST + 1 :]:
+        for tier in self._context.tiers[HOST + 1 :]:
             tier.forget_hottest()

@@ -9,7 +9,6 @@ import msgspec
 
 from kvtier.chain.ledger import Settled
 from kvtier.chain.plan import JOINING
-from kvtier.chain.store import LinkStats
 from kvtier.core.wear.allowance import WriteStats
 from kvtier.interfaces.mover import MoverStats, TransferResult
 from kvtier.interfaces.tier import Tier
@@ -38,6 +37,27 @@ class Sample(msgspec.Struct, frozen=True):
     source: str
     target: str
     seconds: float
+
+
+class LinkStats(msgspec.Struct):
+    """Counters and gauges of the way into one tier, in blocks."""
+
+    target: str
+    offered: int = 0
+    admitted: int = 0
+    written: int = 0
+    bytes_written: int = 0
+    waiting: int = 0
+    in_flight: int = 0
+    behind: int = 0
+    """Blocks above that outlived an earlier process, and that this tier may lack: they are looked
+    at, and written, in the background."""
+    drops: dict[str, int] = {}
+    """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
+    is failing), "refused" (by the mover), "budget" (others are worth more of what may be
+    written)."""
+    failures: dict[str, int] = {}
+    """Blocks whose transfer failed, by outcome."""
 
 
 class PrefetchStats(msgspec.Struct):
@@ -91,7 +111,7 @@ def budgets_of(tiers: Sequence[Tier]) -> list[WriteStats | None]:
     return [None if tier.allowance is None else tier.allowance.stats() for tier in tiers]
 
 
-class Tally:
+class ChainCounters:
     """Counters of a chain's loads, by tier, and samples of all its transfers."""
 
     def __init__(self, media: Sequence[str], namespace: Namespace) -> None:

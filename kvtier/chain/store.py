@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-import msgspec
-
-from kvtier.chain.health import Health
-from kvtier.chain.ledger import Ledger, Settled
+from kvtier.chain.context import ChainContext
+from kvtier.chain.ledger import Settled
 from kvtier.chain.plan import HOST, LinkPlan, plan_links
+from kvtier.chain.stats import LinkStats
 from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.core.wear.dynamic_admission import DynamicAdmission
-from kvtier.interfaces.mover import Mover, TransferResult
+from kvtier.interfaces.mover import TransferResult
 from kvtier.interfaces.tier import Tier
-from kvtier.settings import Admission, TierSettings, WritePolicy
+from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 
 STEP_BLOCKS = 64
@@ -29,21 +28,13 @@ _TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DR
 class Cascade:
     """Carries blocks from tier to tier, a bounded number at each step of the engine."""
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        settings: Sequence[TierSettings],
-        slots: Sequence[int],
-        ledger: Ledger,
-        mover: Mover,
-        health: Health,
-    ) -> None:
-        self._tiers = tiers
-        self._settings = settings
-        self._slots = slots
-        self._ledger = ledger
-        self._mover = mover
-        self._health = health
+    def __init__(self, context: ChainContext) -> None:
+        self._context = context
+        self._tiers = tiers = context.tiers
+        self._settings = settings = context.settings
+        self._slots = slots = context.slots
+        self._ledger = context.ledger
+        self._mover = context.mover
         plans = plan_links(settings)
         # What is under way is pinned above: all links together leave half of host memory free.
         window = max(1, slots[HOST] // (2 * max(1, len(plans))))
@@ -60,7 +51,9 @@ class Cascade:
             for plan in plans
         ]
         self._into = {link.target: link for link in self._links}
-        ledger.watched = {link.source for link in self._links if link.write is WritePolicy.ON_EVICT}
+        context.ledger.watched = {
+            link.source for link in self._links if link.write is WritePolicy.ON_EVICT
+        }
         self._catch_ups = {
             link.target: CatchUp(link, tiers[link.source], tiers[link.target], slots[link.target])
             for link in self._links
@@ -110,8 +103,7 @@ class Cascade:
         """A request has used these, or loads them."""
         self._learn(1)
         for link in self._links:
-            down = self._tiers[link.target].unwell or self._health.down(link.target, now)
-            if down and link.touches is None:
+            if link.touches is None and not self._context.writable(link.target, now):
                 continue
             again = link.used(keys)
             if again:  # most of them are there already, and must take up no room in the queue
@@ -151,7 +143,7 @@ class Cascade:
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
             return
         for link in self._links:
-            down = self._health.down(link.target, now)
+            down = self._context.stores.down(link.target, now)
             if down:
                 keys = link.take(link.backlog)
                 link.drop("down", len(keys))
@@ -177,7 +169,7 @@ class Cascade:
         link.stats.written += len(move.committed)
         link.stats.bytes_written += result.bytes_moved
         link.failed(move.failed.values())
-        self._health.observe(transfer.target, result.outcomes, now)
+        self._context.stores.observe(transfer.target, result.outcomes, now)
         self.committed(transfer.target, move.committed, now)
         refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
         # What is full would take the bytes of each, use by use, before it refuses them again.
@@ -287,27 +279,6 @@ class Cascade:
 FINGERPRINT_BYTES = 12
 TOUCHES_KEPT = 1 << 16
 MISSED_KEPT = 1 << 16
-
-
-class LinkStats(msgspec.Struct):
-    """Counters and gauges of the way into one tier, in blocks."""
-
-    target: str
-    offered: int = 0
-    admitted: int = 0
-    written: int = 0
-    bytes_written: int = 0
-    waiting: int = 0
-    in_flight: int = 0
-    behind: int = 0
-    """Blocks above that outlived an earlier process, and that this tier may lack: they are looked
-    at, and written, in the background."""
-    drops: dict[str, int] = {}
-    """Not written, by reason: "full" (too many waiting), "gone" (evicted first), "down" (the tier
-    is failing), "refused" (by the mover), "budget" (others are worth more of what may be
-    written)."""
-    failures: dict[str, int] = {}
-    """Blocks whose transfer failed, by outcome."""
 
 
 class Touches:

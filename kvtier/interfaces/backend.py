@@ -95,7 +95,7 @@ def kinds(*, built_in: bool = False) -> list[str]:
     return [
         kind
         for kind, points in _points().items()
-        if not built_in or any(point.value.startswith(f"{GROUP}.") for point in points)
+        if not built_in or any(point.value.startswith("kvtier.") for point in points)
     ]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-import kvtier.core
+from kvtier.errors import KVTierError
 from kvtier.interfaces.backend import Backend
 from kvtier.testing.faults import Call, Fault, FaultyDisk, die
 from kvtier.testing.subject import Rig, Subject, failures, make_keys
@@ -59,13 +59,20 @@ class Finding(msgspec.Struct, kw_only=True):
     capacity: int
 
 
+TRACED = ("core", "eviction", "interfaces", "record", "slab", "system")
+"""The folders of the library that a tier's own code is made of."""
+
+
 class Steps:
     """Counts the bytecode steps of a tier's own code, and dies at one of them."""
 
     def __init__(self, backend: Backend[Any], last: int) -> None:
-        core = Path(inspect.getfile(kvtier.core)).parent
+        library = Path(inspect.getfile(KVTierError)).parent
         own = Path(inspect.getfile(type(backend))).parent
-        self.places = (f"{core}{os.sep}", f"{core.resolve()}{os.sep}", f"{own}{os.sep}")
+        places = [own, *(library / folder for folder in TRACED)]
+        self.places = tuple(
+            f"{path}{os.sep}" for place in places for path in (place, place.resolve())
+        )
         self.last = last
         self.count = 0
 

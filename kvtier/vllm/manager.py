@@ -63,7 +63,7 @@ class ChainManager:
         self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._patience = LoadDeadlines(costs, clock, self._load_seconds)
-        self._room = Room(self.chain.promises, self._patience, self._crowd, clock)
+        self._room = Room(self.chain.reservations, self._patience, self._crowd, clock)
         self._arrivals = Arrivals(self.chain, costs, clock)
         self.ahead = WaitingPrefetches(self.chain, costs, namespace.group_bytes, clock)
         self._numbers = itertools.count(1)
@@ -144,10 +144,10 @@ class ChainManager:
     def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
         """Decide on all of a request: its hits, and whether it waits."""
         state.arrange(self.shapes, ends, self._epoch)
-        state.spare, state.shortage, state.joined = self.chain.promises.spare(), None, None
+        state.spare, state.shortage, state.joined = self.chain.reservations.spare(), None, None
         state.waits = self._arrivals.awaits(request, state, self.shapes)
         state.hits = set() if state.waits else self._look_up(state)
-        if not state.waits and state.decision.cramped and self._loading:
+        if not state.waits and state.decision.short_of_room and self._loading:
             state.waits = self._room.awaits(request, state, state.end(self.shapes))
         return state.hits
 
@@ -197,10 +197,12 @@ class ChainManager:
             ((group, asked, known),) = columns
             tokens = self.shapes[group].tokens
             first, last = start // tokens, limit // tokens
-            count = self.chain.worth(known[first:last], tokens, first * tokens, state.decision)
+            count = self.chain.match_prefix(
+                known[first:last], tokens, first * tokens, state.decision
+            )
             return set(asked[first : first + count])
         spans = state.spans(self.shapes, self.stack.namespace.group_bytes)
-        stop, places = self.chain.reach(spans, start, limit, state.decision)
+        stop, places = self.chain.match_windows(spans, start, limit, state.decision)
         state.junction = junction(spans, places, start, limit)
         hits: set[bytes] = set()
         for column, span, found in zip(columns, spans, places, strict=True):

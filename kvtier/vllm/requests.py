@@ -12,7 +12,7 @@ import msgspec
 
 from kvtier.chain.hits import Decision, Shape, Span, kept_within, last_stop, whole, windowed, woven
 from kvtier.chain.ledger import Ticket
-from kvtier.chain.lookup import Promises
+from kvtier.chain.lookup import Reservations
 from kvtier.chain.plan import COMING, NOWHERE
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
@@ -309,12 +309,12 @@ class Room:
 
     def __init__(
         self,
-        promises: Promises,
+        reservations: Reservations,
         patience: LoadDeadlines,
         crowd: WaitingRequests,
         clock: Callable[[], float],
     ) -> None:
-        self._promises = promises
+        self._reservations = reservations
         self._patience = patience
         self._crowd = crowd
         self._clock = clock
@@ -333,11 +333,13 @@ class Room:
         since, short = state.waits_since, state.shortage
         if since is None or short is None or short.asked != state.asked:
             return False
-        if any(now > then for now, then in zip(self._promises.spare(), short.spare, strict=True)):
+        if any(
+            now > then for now, then in zip(self._reservations.spare(), short.spare, strict=True)
+        ):
             return False
         waits = self._waits(request, since, state.start, short.end)
         if waits:
-            self._promises.withhold(short.taken)
+            self._reservations.withhold(short.taken)
         return waits
 
     def _waits(self, request: str, since: float, start: int, end: int) -> bool:
@@ -359,12 +361,12 @@ class Room:
         joined = state.joined
         if joined is None or joined.key not in loading or joined.asked != state.asked:
             return False
-        self._promises.withhold(joined.taken)
+        self._reservations.withhold(joined.taken)
         return True
 
     def _taken(self, spare: Sequence[int]) -> list[int]:
         """How much was promised since so much was spare."""
-        pairs = zip(spare, self._promises.spare(), strict=True)
+        pairs = zip(spare, self._reservations.spare(), strict=True)
         return [max(0, before - left) for before, left in pairs]
 
 

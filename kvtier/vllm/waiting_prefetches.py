@@ -202,7 +202,7 @@ class WaitingPrefetches:
             return keys[:lead], first * tokens, (first + lead) * tokens
         spans = state.spans(shapes, self._group_bytes)
         places_by_group = columns(spans, start, self._chain.locate(asked(spans, start)))
-        room = Room(_NO_LIMIT, (), self._chain.promises.slotless, {})
+        room = Room(_NO_LIMIT, (), self._chain.reservations.slotless, {})
         found, _ = stops(spans, places_by_group, start, waits.limit, room)
         if not found:
             return [], start, start

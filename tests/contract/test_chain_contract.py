@@ -7,6 +7,7 @@ from hypothesis import settings
 from support.tiers.chains import ScriptedMover
 from support.tiers.subjects import MemorySubject
 
+from kvtier.chain.context import ChainContext
 from kvtier.chain.tier_chain import TierChain
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.tier import Tier
@@ -21,7 +22,7 @@ class ChainSubject(MemorySubject):
 
     def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> Tier:
         host = super().open_tier(settings, context, disk)
-        return TierChain([host], [settings], ScriptedMover([]), context.namespace)
+        return TierChain(ChainContext([host], [settings], ScriptedMover([]), context.namespace))
 
 
 class TestChain(CatalogueContract):

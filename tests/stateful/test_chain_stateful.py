@@ -207,7 +207,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     @step(keys=asked_keys)
     def lack_room(self, keys: list[BlockKey]) -> None:
-        self.chain.worth(list(dict.fromkeys(keys)), 16)
+        self.chain.match_prefix(list(dict.fromkeys(keys)), 16)
         self.poll()  # what was promised holds until then, also against who looks up
 
     # what is to be kept

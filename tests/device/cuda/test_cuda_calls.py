@@ -436,7 +436,7 @@ def test_a_cuda_runtime_is_found_beside_what_stands_for_one(tmp_path: Path) -> N
     found = ctypes.util.find_library("z") or ctypes.util.find_library("m")
     program = (
         "import ctypes, pathlib, shutil, sys; "
-        "from kvtier.device.cuda import cuda_runtime; "
+        "from kvtier.device.cuda import runtime as cuda_runtime; "
         "loaded = ctypes.CDLL(sys.argv[1]); "
         "maps = pathlib.Path('/proc/self/maps').read_text().splitlines(); "
         "path = next(line.split(maxsplit=5)[5] for line in maps if sys.argv[1] in line); "

@@ -82,9 +82,9 @@ def test_a_load_longer_than_host_memory(tmp_path: Path) -> None:
 
 def test_a_second_use_that_the_mover_would_refuse_goes_direct_again(engine: Engine) -> None:
     engine.load(KEYS)
-    engine.chain.promises._queues = [4096, 11]
+    engine.chain.reservations._queues = [4096, 11]
     assert sorted(engine.load(KEYS).files) == list(range(12))
-    engine.chain.promises._queues = [4096, 12]
+    engine.chain.reservations._queues = [4096, 12]
     assert not engine.load(KEYS).files
 
 
@@ -156,7 +156,7 @@ def test_a_flipped_bit_is_quarantined_and_the_request_recomputed(engine: Engine)
     assert engine.finish(probe) == {}
     flip(probe.files[1], 5000)
     engine.chain.read_directly(True)
-    engine.chain._direct._used.clear()
+    engine.chain._loads._read_directly.clear()
     errand = engine.begin(KEYS[:3])
     failures = engine.finish(errand)
     assert failures[1] is Outcome.CORRUPT

@@ -124,7 +124,7 @@ class TimedHost(Host):
         """Let hits be taken as they are (crowd), each for itself (alone), or always."""
         from kvtier.cost.model import CostSettings
 
-        appraiser, patience = self._manager.chain._appraiser, self._manager._patience
+        appraiser, patience = self._manager.chain._lookup._planner, self._manager._patience
         self._weighing = self._manager.costs or self._weighing
         self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
         costs = None if how == "always" else self._weighing

@@ -101,7 +101,7 @@ def test_what_was_stored_while_a_bucket_was_dead_comes_there_when_it_is_used(
         assert len(stack.store(wanted)) == 4
         assert stack.settle()
         assert stack.chain.tiers[-1].lookup(list(wanted)) == [Presence.MISS] * 4
-        stack.chain._store_health._rest = 0.0  # as if half a minute went by
+        stack.chain._context.stores._rest = 0.0  # as if half a minute went by
         own_rclone.start()
         for _ in range(200):
             assert stack.load(list(wanted)) == wanted

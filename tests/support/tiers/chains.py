@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from kvtier.chain.context import ChainContext
 from kvtier.chain.ledger import Ledger
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
@@ -209,17 +210,10 @@ class ChainRig:
     def _begin(self) -> None:
         self.handlers = [MemoryHandler(tier.store) for tier in self.tiers]
         self.mover = ScriptedMover(self.handlers)
-        self.chain = TierChain(
-            self.tiers,
-            self._rules,
-            self.mover,
-            NAMESPACE,
-            costs=self._costs,
-            prefetch=self._prefetch,
-            retain=self._retain,
-            rest_seconds=REST,
-            clock=self._clock,
+        self.context = ChainContext(
+            self.tiers, self._rules, self.mover, NAMESPACE, self._costs, REST, self._clock
         )
+        self.chain = TierChain(self.context, prefetch=self._prefetch, retain=self._retain)
         self.chain.retention._clock = self._clock
         for tier in self.tiers:
             tier.retained._clock = self._clock

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.tiers.chains import KEYS, ChainRig, is_quiet, rule
 
+from kvtier.chain.context import ChainContext
 from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.tier_chain import TierChain
 from kvtier.testing.memory import MemorySpec, MemoryTier
@@ -30,8 +31,9 @@ def fenced_rig(slots: Sequence[int]) -> tuple[ChainRig, IsolatedTier]:
     rig = ChainRig(slots)
     fence = IsolatedTier(rig.tiers[1])
     tiers = [rig.tiers[0], fence, *rig.tiers[2:]]
+    rules = [rule() for _ in slots]
     rig.chain = TierChain(
-        tiers, [rule() for _ in slots], rig.mover, NAMESPACE, rest_seconds=30, clock=lambda: rig.now
+        ChainContext(tiers, rules, rig.mover, NAMESPACE, rest_seconds=30, clock=lambda: rig.now)
     )
     return rig, fence
 

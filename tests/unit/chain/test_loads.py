@@ -306,7 +306,7 @@ def test_nothing_makes_room_for_a_mover_that_is_down(promised: bool) -> None:
     rig.mover.down = True
     if not promised:
         assert rig.chain.lookup(KEYS[:6]) == [HIT] * 3 + [MISS] * 3
-        assert rig.chain.worth(KEYS[3:6], 16) == 0
+        assert rig.chain.match_prefix(KEYS[3:6], 16) == 0
     ticket = rig.chain.begin_load(KEYS[3:6], "a", FAR)
     assert (ticket.keys, ticket.missing) == ([], KEYS[3:6])
     rig.chain.end_load(ticket)

@@ -173,7 +173,7 @@ def test_a_load_that_lacks_room_takes_it_from_prefetches() -> None:
     rig = below(FAR[:24])
     waiting(rig, "a", FAR[:8])
     wanted = FAR[8:20]
-    count = rig.chain.worth(wanted, 16)
+    count = rig.chain.match_prefix(wanted, 16)
     assert count == SLOTS // 2
     assert rig.chain.prefetches.holds_room
     rig.chain.poll()
@@ -181,7 +181,7 @@ def test_a_load_that_lacks_room_takes_it_from_prefetches() -> None:
     assert rig.mover.cancelled == {transfer.id}
     rig.mover.fail_all(Outcome.CANCELLED)
     rig.chain.poll()
-    assert rig.chain.worth(wanted, 16) == len(wanted)
+    assert rig.chain.match_prefix(wanted, 16) == len(wanted)
 
 
 def test_what_was_cancelled_can_be_had_again_in_a_moment() -> None:
@@ -189,13 +189,13 @@ def test_what_was_cancelled_can_be_had_again_in_a_moment() -> None:
     waiting(rig, "a", FAR[:4])
     over(rig, "a")
     decision = Decision()
-    assert rig.chain.worth(FAR[:4], 16, 0, decision) == 0
-    assert decision.cramped
+    assert rig.chain.match_prefix(FAR[:4], 16, 0, decision) == 0
+    assert decision.short_of_room
     assert rig.chain.prefetches.holds_room
     rig.mover.fail_all(Outcome.CANCELLED)
     rig.chain.poll()
-    assert rig.chain.worth(FAR[:4], 16, 0, decision) == 4
-    assert not decision.cramped
+    assert rig.chain.match_prefix(FAR[:4], 16, 0, decision) == 4
+    assert not decision.short_of_room
 
 
 def test_blocks_of_a_mover_that_died_are_asked_for_again() -> None:
@@ -236,9 +236,9 @@ def test_a_prefetch_that_has_not_come_is_weighed_as_a_load() -> None:
     costs.observe_prefill(1024, 0.001)
     costs.observe_load("memory", rig.tiers[1].stats().bytes_capacity, 100.0)
     waiting(rig, "a", FAR[:4])
-    assert rig.chain.worth(FAR[:4], 16) == 0
+    assert rig.chain.match_prefix(FAR[:4], 16) == 0
     rig.settle()
-    assert rig.chain.worth(FAR[:4], 16) == 4
+    assert rig.chain.match_prefix(FAR[:4], 16) == 4
 
 
 def test_wrong_prefetches_lower_the_share_and_right_ones_bring_it_back() -> None:

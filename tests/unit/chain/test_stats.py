@@ -7,7 +7,7 @@ import pytest
 from kvtier.chain import stats
 from kvtier.chain.ledger import Move, Settled
 from kvtier.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.chain.stats import PrefetchStats, Sample, Tally, name_links
+from kvtier.chain.stats import ChainCounters, PrefetchStats, Sample, name_links
 from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome, SlotSpec
@@ -15,7 +15,7 @@ from kvtier.types import Outcome, SlotSpec
 MEDIA = ["cpu", "disk", "bucket"]
 
 
-def end_a_load(counts: Tally, number: int, source: int) -> None:
+def end_a_load(counts: ChainCounters, number: int, source: int) -> None:
     spec = SlotSpec([0])
     transfer = Transfer(
         id=number,
@@ -34,7 +34,7 @@ def end_a_load(counts: Tally, number: int, source: int) -> None:
 
 
 def test_a_tier_misses_what_it_was_asked_for_and_what_is_on_its_way_is_no_miss() -> None:
-    counts = Tally(MEDIA, NAMESPACE)
+    counts = ChainCounters(MEDIA, NAMESPACE)
     counts.looked_up([0, 1, 1, 2, NOWHERE, COMING, JOINING])
     assert counts.misses == [5, 3, 2]
 
@@ -43,7 +43,7 @@ def test_samples_say_where_from_and_only_the_latest_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stats, "SAMPLES_KEPT", 3)
-    counts = Tally(MEDIA, NAMESPACE)
+    counts = ChainCounters(MEDIA, NAMESPACE)
     for number in range(5):
         end_a_load(counts, number, source=1 + number % 2)
     assert counts.take_samples() == [
@@ -54,7 +54,7 @@ def test_samples_say_where_from_and_only_the_latest_are_kept(
 
 
 def test_what_was_told_once_stays_as_it_was_told() -> None:
-    counts = Tally(MEDIA, NAMESPACE)
+    counts = ChainCounters(MEDIA, NAMESPACE)
     counts.found(1, make_keys(2))
     counts.failed(1, [Outcome.GONE])
     told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0), [])

@@ -54,7 +54,7 @@ def test_a_load_that_lacks_room_gets_it() -> None:
     rig = restarted(PrefetchSettings(restart=1.0))
     rig.chain.poll()
     under_way = {each.id for each in rig.mover.queue}
-    assert rig.chain.worth(KEYS[20:36], 16) < 16
+    assert rig.chain.match_prefix(KEYS[20:36], 16) < 16
     rig.chain.poll()
     assert rig.mover.cancelled == under_way
     rig.mover.fail_all(Outcome.CANCELLED)

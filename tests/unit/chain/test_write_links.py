@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiers.chains import SLOT, ChainRig, rule
 
-from kvtier.chain.health import DOUBLINGS, KEYS_KEPT, Health
+from kvtier.chain.context import DOUBLINGS, KEYS_KEPT, Health
 from kvtier.chain.plan import LinkPlan
 from kvtier.chain.store import MISSED_KEPT, Link, Touches
 from kvtier.settings import Admission, WritePolicy

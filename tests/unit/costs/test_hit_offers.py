@@ -12,8 +12,8 @@ from support.tiers.chains import ChainRig, rule
 
 from kvtier.chain.hits import (
     OFFERS_MAX,
-    Appraiser,
     Decision,
+    HitPlanner,
     Room,
     Shape,
     Span,
@@ -23,7 +23,7 @@ from kvtier.chain.hits import (
     thin,
 )
 from kvtier.chain.plan import COMING, JOINING, NOWHERE
-from kvtier.chain.stats import Tally
+from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel, Prior
 from kvtier.cost.rates import DEVICE, Offer, Run
 from kvtier.settings import WritePolicy
@@ -160,13 +160,13 @@ def test_long_prompts_are_looked_at_coarsely() -> None:
 TOKENS_A_SECOND = 1000.0
 
 
-def appraiser(*, disk: float) -> tuple[Appraiser, CostModel]:
+def appraiser(*, disk: float) -> tuple[HitPlanner, CostModel]:
     costs = CostModel(priors={"disk": Prior(0.001, disk)}, clock=lambda: 0.0)
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    return Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic), costs
+    return HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic), costs
 
 
-def worth(of: Appraiser, groups: Sequence[Span], places: list[list[int]]) -> int:
+def worth(of: HitPlanner, groups: Sequence[Span], places: list[list[int]]) -> int:
     return of.furthest(groups, places, 0, 1 << 20, PLENTY, Decision()) // CHUNK
 
 
@@ -214,7 +214,7 @@ def test_a_slow_disk_that_recovers_is_found_out() -> None:
     now = [0.0]
     costs = CostModel(priors={"disk": Prior(0.001, 1e5)}, clock=lambda: now[0])
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
+    of = HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     groups, places = spans(FULL, WINDOW), [[1] * LAST] * 2
     taken = 0
     for _ in range(400):
@@ -230,7 +230,7 @@ def test_a_disk_that_would_win_is_not_held_down_by_probes_of_one_size() -> None:
     now = [0.0]
     costs = CostModel(clock=lambda: now[0])
     costs.observe_prefill(1000, 1000 / TOKENS_A_SECOND)
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
+    of = HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     groups, places = spans(FULL, FULL, chunks=32, size=1 << 22), [[1] * 32] * 2
 
     def load(chunks: int) -> None:
@@ -271,7 +271,7 @@ def loss(seed: int) -> float:
     against somebody who knows both at every moment."""
     rng, now = random.Random(seed), [0.0]
     costs = CostModel(clock=lambda: now[0])
-    of = Appraiser(Tally(MEDIA, NAMESPACE), costs, {}, time.monotonic)
+    of = HitPlanner(ChainCounters(MEDIA, NAMESPACE), costs, {}, time.monotonic)
     longest = spans(FULL, WINDOW, chunks=50, size=1 << 22)
     spent = best = 0.0
     disk = Disk(0.01, 1e9, 10_000)
@@ -327,9 +327,11 @@ def grouped(rig: ChainRig, chunks: int, first: int = 0) -> list[Span]:
 
 def test_a_chain_promises_what_will_be_loaded_and_no_more(rig: ChainRig) -> None:
     one, two = grouped(rig, 4), grouped(rig, 4, first=10)
-    stop, places = rig.chain.reach(one, 0, 4 * CHUNK, Decision())
+    stop, places = rig.chain.match_windows(one, 0, 4 * CHUNK, Decision())
     assert (stop, places) == (4 * CHUNK, [[1] * 4] * 2)
-    assert rig.chain.reach(two, 0, 4 * CHUNK, Decision())[0] == CHUNK, "two of eight slots are left"
+    assert rig.chain.match_windows(two, 0, 4 * CHUNK, Decision())[0] == CHUNK, (
+        "two of eight slots are left"
+    )
     keys = [*one[0].keys, *one[1].keys[2:]]
     assert rig.chain.begin_load(keys, "a", 1e9).missing == []
     assert rig.chain.begin_load([two[0].keys[0], two[1].keys[0]], "b", 1e9).missing == []
@@ -341,8 +343,8 @@ def test_a_request_that_waits_is_counted_once(rig: ChainRig) -> None:
     rig = ChainRig([8, 32], [rule(), rule(WritePolicy.NEVER)], costs=costs, clock=lambda: 0.0)
     groups, decision, alone = grouped(rig, 4), Decision(), Decision()
     for _ in range(5):
-        assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
-        assert rig.chain.worth(groups[0].keys, CHUNK, 0, alone) == 4
+        assert rig.chain.match_windows(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
+        assert rig.chain.match_prefix(groups[0].keys, CHUNK, 0, alone) == 4
         rig.chain.poll()
     link = costs.stats()[rig.tiers[1].medium]
     assert (link.taken, link.refused, link.probes) == (6 + 4, 0, 0)
@@ -357,9 +359,9 @@ def test_a_request_that_waits_while_its_blocks_come_and_go_misses_each_once(ask:
         rig.tiers[0].forget(keys[left:4])
         rig.put(0, keys[:left])
         if ask == "worth":
-            assert rig.chain.worth(keys, CHUNK, 0, decision) == left
+            assert rig.chain.match_prefix(keys, CHUNK, 0, decision) == left
         else:
-            rig.chain.reach([Span(FULL, keys, 1)], 0, 6 * CHUNK, decision)
+            rig.chain.match_windows([Span(FULL, keys, 1)], 0, 6 * CHUNK, decision)
         rig.chain.poll()
     assert rig.chain.chain_stats().misses == [5], "no more than it has asked for"
 
@@ -367,10 +369,10 @@ def test_a_request_that_waits_while_its_blocks_come_and_go_misses_each_once(ask:
 def test_more_room_is_noticed_while_a_request_waits(rig: ChainRig) -> None:
     groups, decision = grouped(rig, 4), Decision()
     held = rig.chain.begin_load(rig.put(0, make_keys(5, start=50)), "other", 1e9)
-    assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == CHUNK
+    assert rig.chain.match_windows(groups, 0, 4 * CHUNK, decision)[0] == CHUNK
     rig.chain.end_load(held)
     rig.chain.poll()
-    assert rig.chain.reach(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
+    assert rig.chain.match_windows(groups, 0, 4 * CHUNK, decision)[0] == 4 * CHUNK
 
 
 def test_what_has_just_begun_to_load_takes_nobody_elses_place() -> None:
@@ -381,6 +383,6 @@ def test_what_has_just_begun_to_load_takes_nobody_elses_place() -> None:
     rig.chain.poll()
     one, two = grouped(rig, 2), grouped(rig, 2, first=10)
     rig.put(0, [span.keys[0] for span in two])
-    assert rig.chain.reach(one, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
+    assert rig.chain.match_windows(one, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
     assert rig.chain.begin_load([key for span in one for key in span.keys], "a", 1e9).missing == []
-    assert rig.chain.reach(two, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK
+    assert rig.chain.match_windows(two, 0, 2 * CHUNK, Decision())[0] == 2 * CHUNK

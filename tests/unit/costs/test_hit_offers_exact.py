@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.chain.hits import (
-    Appraiser,
     Decision,
+    HitPlanner,
     Room,
     Shape,
     Span,
@@ -29,7 +29,7 @@ from kvtier.chain.hits import (
     woven,
 )
 from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
-from kvtier.chain.stats import Tally
+from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE, Offer
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -240,8 +240,8 @@ class Counted(CostModel):
 @pytest.mark.parametrize("change", ["nothing", "places", "start", "limit", "room"])
 def test_a_decision_holds_while_the_question_is_the_same(change: str) -> None:
     costs = Counted()
-    tally = Tally(NAMES, NAMESPACE)
-    appraiser, decision = Appraiser(tally, costs, {}, time.monotonic), Decision()
+    tally = ChainCounters(NAMES, NAMESPACE)
+    appraiser, decision = HitPlanner(tally, costs, {}, time.monotonic), Decision()
     spans = [Span(Shape(STEP), make_keys(6), 10)]
     question: dict[str, Any] = {"start": 0, "limit": 24, "places": [1] * 6, "room": 4}
 
@@ -251,7 +251,7 @@ def test_a_decision_holds_while_the_question_is_the_same(change: str) -> None:
         return appraiser.furthest(spans, [question["places"]], *args) // STEP
 
     assert ask() == 4
-    assert decision.cramped
+    assert decision.short_of_room
     missed = tally.misses.copy()
     assert ask() == 4
     assert costs.asked == 1, "cramped, and there is no more room yet"

@@ -207,7 +207,9 @@ class Asked:
         monkeypatch.setattr(TierChain, name, counted)
 
 
-@pytest.mark.parametrize(("shapes", "by"), [((FULL,), "worth"), ((FULL, WINDOW), "reach")])
+@pytest.mark.parametrize(
+    ("shapes", "by"), [((FULL,), "match_prefix"), ((FULL, WINDOW), "match_windows")]
+)
 def test_the_chain_is_asked_once_a_step(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, shapes: tuple[Shape, ...], by: str
 ) -> None:
@@ -271,7 +273,7 @@ def test_the_chain_is_told_where_the_engines_own_blocks_end(
         asked.append((len(keys), tokens, start))
         return len(keys)
 
-    monkeypatch.setattr(TierChain, "worth", worth)
+    monkeypatch.setattr(TierChain, "match_prefix", worth)
     asking = manager(stack, FULL)
     assert asking.hit("a", asking.keys(8), 6 * CHUNK + 9, start=2 * CHUNK) == 6 * CHUNK
     assert asked == [(4, CHUNK, 2 * CHUNK)]

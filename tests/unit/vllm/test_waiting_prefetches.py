@@ -155,7 +155,7 @@ def test_one_that_is_served_at_once_has_nothing_prefetched(opened: Callable[...,
 def test_nothing_is_prefetched_that_is_computed_sooner(opened: Callable[..., Stack]) -> None:
     stack, now = opened(), [100.0]
     costs = costs_of(now)
-    stack.chain.prefetches._costs = costs
+    stack.chain._context.costs = costs
     asking = manager(stack, FULL, costs=costs, clock=lambda: now[0])
     prompts = [asking.keys(4, first=first) for first in (0, 4, 8)]
     on_disk(stack, *prompts)

@@ -31,13 +31,13 @@ from kvtier.vllm.requests import PATIENCE_S
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the chain is asked of requests."""
     questions: list[object] = []
-    plain = TierChain.worth
+    plain = TierChain.match_prefix
 
     def worth(chain: TierChain, *question: Any) -> int:
         questions.append(question)
         return plain(chain, *question)
 
-    monkeypatch.setattr(TierChain, "worth", worth)
+    monkeypatch.setattr(TierChain, "match_prefix", worth)
     return questions
 
 

@@ -1,4 +1,4 @@
-"""What is promised, beside a plain count of it."""
+"""What is reserved, beside a plain count of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.chain.lookup import Promises
+from kvtier.chain.lookup import Reservations
 from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
 from kvtier.testing.subject import make_keys
 
@@ -27,17 +27,19 @@ counts = st.integers(0, 6)
 places = st.sampled_from([HOST, *LOWER, *LOWER, NOWHERE, COMING, JOINING])
 
 
-def promises(slots: int, queues: list[int], slotless: frozenset[int] = frozenset()) -> Any:
+def reservations(slots: int, queues: list[int], slotless: frozenset[int] = frozenset()) -> Any:
     """With what they look at: host memory's figures, and the loads that are under way."""
     host: Any = SimpleNamespace(pinned=0, in_flight=0, quarantined=0)
     host.stats = lambda: host
     ledger: Any = SimpleNamespace(promised={}, loading=[0] * len(queues))
-    direct: Any = SimpleNamespace(tiers=slotless)
-    made = Promises(host, slots, queues, ledger, direct)
-    return SimpleNamespace(host=host, ledger=ledger, direct=direct, all=made, kept=made.kept)
+    context: Any = SimpleNamespace(
+        tiers=[host], slots=[slots], queues=queues, ledger=ledger, direct=slotless
+    )
+    made = Reservations(context)
+    return SimpleNamespace(host=host, ledger=ledger, context=context, all=made, held=made.held)
 
 
-class PromisesMachine(RuleBasedStateMachine):
+class ReservationsMachine(RuleBasedStateMachine):
     """Requests ask and begin, loads end, slots are taken and set free, steps pass."""
 
     @initialize(
@@ -45,7 +47,7 @@ class PromisesMachine(RuleBasedStateMachine):
     )
     def begin(self, slots: int, queues: list[int]) -> None:
         self.slots, self.queues = slots, [0, *queues]
-        self.world = promises(slots, self.queues)
+        self.world = reservations(slots, self.queues)
         self.places = dict.fromkeys(KEYS, NOWHERE)
 
     def free(self) -> int:
@@ -54,40 +56,40 @@ class PromisesMachine(RuleBasedStateMachine):
 
     def queue(self, tier: int) -> int:
         """Blocks of a tier that the mover would take, beyond all that was promised."""
-        promised = Counter(self.world.kept.values())
+        promised = Counter(self.world.held.values())
         return self.queues[tier] - self.world.ledger.loading[tier] - promised[tier]
 
     @rule(keys=st.sets(st.sampled_from(KEYS)), place=places)
     def lies(self, keys: set[Any], place: int) -> None:
         """Blocks come and go; what was promised stays where it is, or is promised no more."""
-        for key in keys - self.world.kept.keys():
+        for key in keys - self.world.held.keys():
             self.places[key] = place
 
     @rule(tiers=st.sets(st.sampled_from(LOWER)))
     def reads_files(self, tiers: set[int]) -> None:
-        if not self.world.kept:
-            self.world.direct.tiers = frozenset(tiers)
+        if not self.world.held:
+            self.world.context.direct = frozenset(tiers)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def asks(self, keys: list[Any]) -> None:
-        before, slotless = dict(self.world.kept), self.world.direct.tiers
+        before, slotless = dict(self.world.held), self.world.context.direct
         origins = [self.places[key] for key in keys]
         slots = self.free() - len(before)
         queues = {tier: self.queue(tier) for tier in LOWER}
-        kept = self.world.all.make(keys, origins)
+        taken = self.world.all.reserve(keys, origins)
         new = {
             key: at
-            for key, at in zip(keys, kept, strict=True)
+            for key, at in zip(keys, taken, strict=True)
             if at >= HOST and at not in slotless and key not in before
         }
-        assert self.world.kept == before | new
-        for key, was, now in zip(keys, origins, kept, strict=True):
+        assert self.world.held == before | new
+        for key, was, now in zip(keys, origins, taken, strict=True):
             assert now == was or (now == NOWHERE and was >= HOST and key not in before)
             assert not (was in slotless and now == NOWHERE)
         lower, resident = sum(at > HOST for at in new.values()), list(new.values()).count(HOST)
         for tier in LOWER:
             fresh = [k for k, at in zip(keys, origins, strict=True) if at == tier]
-            turned = [k for k in fresh if k not in self.world.kept]
+            turned = [k for k in fresh if k not in self.world.held]
             if turned and tier not in slotless:
                 full = list(new.values()).count(tier) == max(queues[tier], 0)
                 wanted = sum(self.wants(k, at, before) for k, at in zip(keys, origins, strict=True))
@@ -101,13 +103,13 @@ class PromisesMachine(RuleBasedStateMachine):
             ), "nobody else was promised their slots"
 
     def wants(self, key: Any, origin: int, before: dict[Any, int]) -> bool:
-        return origin >= HOST and key not in before and origin not in self.world.direct.tiers
+        return origin >= HOST and key not in before and origin not in self.world.context.direct
 
     @rule(keys=st.sets(st.sampled_from(KEYS)))
     def loads(self, keys: set[Any]) -> None:
         """As `begin_load`: what was promised is taken in."""
-        for key in keys & self.world.kept.keys():
-            tier = self.world.kept.pop(key)
+        for key in keys & self.world.held.keys():
+            tier = self.world.held.pop(key)
             if tier == HOST:
                 self.world.host.pinned += 1
             else:
@@ -132,7 +134,7 @@ class PromisesMachine(RuleBasedStateMachine):
     def a_step_ends(self, pinned: int) -> None:
         self.world.host.pinned = pinned
         self.world.all.end()
-        assert not self.world.kept
+        assert not self.world.held
         left = self.world.all.left()
         for tier in LOWER:
             assert left.queues[tier] == self.queue(tier)
@@ -142,9 +144,9 @@ class PromisesMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         left = self.world.all.left()
-        assert left.slots == self.free() - len(self.world.kept) == self.world.all.room()
-        assert left.promised is self.world.kept
-        assert left.slotless == self.world.all.slotless == self.world.direct.tiers
+        assert left.slots == self.free() - len(self.world.held) == self.world.all.room()
+        assert left.promised is self.world.held
+        assert left.slotless == self.world.all.slotless == self.world.context.direct
         assert left.queues.keys() == set(LOWER)
         for tier in LOWER:
             # What was promised and is under way by now may count twice, as long as much is left.
@@ -154,25 +156,25 @@ class PromisesMachine(RuleBasedStateMachine):
 
 def test_beside_a_plain_count() -> None:
     run_state_machine_as_test(
-        PromisesMachine, settings=settings(max_examples=150, stateful_step_count=25)
+        ReservationsMachine, settings=settings(max_examples=150, stateful_step_count=25)
     )
 
 
 def test_what_is_no_longer_promised_leaves_its_room() -> None:
-    world = promises(4, [0, 8])
-    assert world.all.make(KEYS[:6], [1] * 6) == [1] * 4 + [NOWHERE] * 2
+    world = reservations(4, [0, 8])
+    assert world.all.reserve(KEYS[:6], [1] * 6) == [1] * 4 + [NOWHERE] * 2
     world.all.end()
-    assert world.all.make(KEYS[6:10], [1] * 4) == [1] * 4
+    assert world.all.reserve(KEYS[6:10], [1] * 4) == [1] * 4
 
 
 def test_what_is_withheld_is_promised_to_nobody_in_this_step() -> None:
-    world = promises(6, [0, 4])
+    world = reservations(6, [0, 4])
     assert world.all.spare() == [6, 4]
     world.all.withhold([1, 2])
     world.all.withhold([1, 0])
     assert world.all.spare() == [4, 2]
     assert world.all.left().slots == 4
-    assert world.all.make(KEYS[:5], [1] * 3 + [HOST] * 2) == [1, 1, NOWHERE, HOST, HOST]
+    assert world.all.reserve(KEYS[:5], [1] * 3 + [HOST] * 2) == [1, 1, NOWHERE, HOST, HOST]
     assert world.all.spare() == [0, 0]
     world.all.end()
     assert world.all.spare() == [6, 4]
@@ -180,18 +182,18 @@ def test_what_is_withheld_is_promised_to_nobody_in_this_step() -> None:
 
 @pytest.mark.parametrize("asked", [3, 4])
 def test_two_requests_share_what_the_mover_takes(asked: int) -> None:
-    world = promises(16, [0, 6])
-    assert world.all.make(KEYS[:3], [1] * 3) == [1] * 3
+    world = reservations(16, [0, 6])
+    assert world.all.reserve(KEYS[:3], [1] * 3) == [1] * 3
     assert world.all.left().queues == {1: 3}
-    assert world.all.make(KEYS[3 : 3 + asked], [1] * asked) == [1, 1, 1, NOWHERE][:asked]
+    assert world.all.reserve(KEYS[3 : 3 + asked], [1] * asked) == [1, 1, 1, NOWHERE][:asked]
     assert world.all.left().queues == {1: 0}
 
 
 def test_what_is_under_way_does_not_count_twice_for_long() -> None:
-    world = promises(16, [0, 6])
-    world.all.make(KEYS[:4], [1] * 4)
+    world = reservations(16, [0, 6])
+    world.all.reserve(KEYS[:4], [1] * 4)
     for key in KEYS[:4]:
-        world.kept.pop(key)
+        world.held.pop(key)
         world.ledger.loading[1] += 1
     assert world.all.left().queues == {1: 2}
-    assert world.all.make(KEYS[4:7], [1] * 3) == [1, 1, NOWHERE]
+    assert world.all.reserve(KEYS[4:7], [1] * 3) == [1, 1, NOWHERE]

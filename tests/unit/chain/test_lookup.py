@@ -43,7 +43,7 @@ def test_no_more_is_promised_than_the_mover_takes() -> None:
     rig = ChainRig([32, 16], [rule(), rule(WritePolicy.NEVER, queue_blocks=4)])
     above, below = rig.put(0, KEYS[:2]), rig.put(1, KEYS[2:12])
     assert rig.chain.lookup([*above, *below]) == [HIT] * 6 + [MISS] * 6
-    assert rig.chain.worth([*above, *below], 16) == 6
+    assert rig.chain.match_prefix([*above, *below], 16) == 6
     first = rig.chain.begin_load(below[:3], "a", FAR)
     assert rig.chain.lookup(below[3:]) == [HIT] + [MISS] * 6, "three of four are under way"
     second = rig.chain.begin_load([*above, below[3]], "b", FAR)
@@ -190,11 +190,13 @@ def test_a_read_that_ends_when_files_are_read_no_more_says_nothing_of_the_mover(
 def test_the_worth_of_a_prefix_is_its_unbroken_head(rig: ChainRig) -> None:
     rig.put(0, KEYS[:2])
     rig.put(1, [*KEYS[2:4], KEYS[5]])
-    assert rig.chain.worth(KEYS[:6], 256) == 4
-    assert rig.chain.worth(KEYS[10:12], 256) == 0
+    assert rig.chain.match_prefix(KEYS[:6], 256) == 4
+    assert rig.chain.match_prefix(KEYS[10:12], 256) == 0
     rig.put(1, KEYS[6:14])
     rig.chain.poll()
-    assert rig.chain.worth([*KEYS[:4], *KEYS[6:14]], 256) == 8, "no more than there is room for"
+    assert rig.chain.match_prefix([*KEYS[:4], *KEYS[6:14]], 256) == 8, (
+        "no more than there is room for"
+    )
 
 
 def test_costs_decide_and_are_told(rig: ChainRig) -> None:
@@ -203,7 +205,7 @@ def test_costs_decide_and_are_told(rig: ChainRig) -> None:
     keys = costed.put(1, KEYS[:4])
     medium = costed.tiers[1].medium
     costs.observe_prefill(1024, 1.0)
-    assert costed.chain.worth(keys, 256) == 4
+    assert costed.chain.match_prefix(keys, 256) == 4
     costed.chain.begin_load(keys, "a", FAR)
     costed.mover.run_all()
     costed.chain.poll()
@@ -211,11 +213,13 @@ def test_costs_decide_and_are_told(rig: ChainRig) -> None:
     assert costs.stats()[medium].taken == 4
     for _ in range(20):
         costs.observe_load(medium, 4096, 1000.0)
-    assert costed.chain.worth(KEYS[:4], 256) == 4, "they are in host memory now"
+    assert costed.chain.match_prefix(KEYS[:4], 256) == 4, "they are in host memory now"
     assert costs.stats()[DEVICE].taken == 4
     other = costed.put(1, KEYS[10:12])
     rig.now += 1.0
-    assert costed.chain.worth(other, 256) <= 1, "slower than computing them again, but for a probe"
+    assert costed.chain.match_prefix(other, 256) <= 1, (
+        "slower than computing them again, but for a probe"
+    )
 
 
 def test_two_tiers_of_a_kind_are_judged_apart(rig: ChainRig) -> None:
@@ -225,7 +229,7 @@ def test_two_tiers_of_a_kind_are_judged_apart(rig: ChainRig) -> None:
     costs.observe_prefill(1024, 1.0)
     for _ in range(3):
         costs.observe_load(f"{costed.tiers[2].medium} 2", 4096, 1000.0)
-    assert costed.chain.worth([*near, *far], 256) == len(near)
+    assert costed.chain.match_prefix([*near, *far], 256) == len(near)
     costed.chain.begin_load(near, "a", FAR)
     costed.mover.run_all()
     costed.chain.poll()
@@ -241,13 +245,13 @@ def test_a_load_is_late_only_if_it_was_not_there_when_asked_for() -> None:
     keys = rig.put(1, KEYS[:6])
     costs.observe_prefill(1024, 1.0)
     costs.observe_load(rig.tiers[1].medium, 4096, 0.01)
-    assert rig.chain.worth(keys[:1], 256) == 1
+    assert rig.chain.match_prefix(keys[:1], 256) == 1
     rig.chain.begin_load(keys[:1], "a", FAR)
     rig.chain.poll()
     now[0] += 3.0
-    assert rig.chain.worth(keys[1:3], 256) == 2, "nobody has asked since"
+    assert rig.chain.match_prefix(keys[1:3], 256) == 2, "nobody has asked since"
     rig.chain.poll()
-    assert rig.chain.worth(keys[3:], 256) == 0, "it is late for certain"
+    assert rig.chain.match_prefix(keys[3:], 256) == 0, "it is late for certain"
 
 
 def test_a_load_that_fails_at_once_says_nothing_of_speed(rig: ChainRig) -> None:
