@@ -89,7 +89,9 @@ class Stack:
     ) -> None:
         self.config = config
         self.namespace = namespace
-        wanted = TierContext(namespace, engine or config.name, tuple(near), serving)
+        wanted = TierContext(
+            namespace, engine or config.name, tuple(near), serving, stack=config.name
+        )
         self.context, tiers = _open_tiers(config, wanted)
         opened: list[Handler | Mover] = []
         try:

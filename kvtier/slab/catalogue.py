@@ -364,7 +364,9 @@ class SlabTier(Tier):
         key_of = self._key_of
         for slot in slots:
             key_of[slot] = None
-        while len(self._quarantine) > 1 + len(self._key_of) // _QUARANTINE_SHARE:
+        while self._quarantine and (
+            len(self._quarantine) > 1 + self._slot_count() // _QUARANTINE_SHARE
+        ):
             usable.append(self._quarantine.popleft())
         if usable:
             self._make_free(usable)
@@ -512,6 +514,10 @@ class SlabTier(Tier):
 
     def _catch_up(self) -> None:
         """Take in what is known of other processes' changes; does no I/O."""
+
+    def _slot_count(self) -> int:
+        """How many slots there are."""
+        return len(self._key_of)
 
     def _owned(self, slot: int) -> bool:
         """Whether this process may write to the slot."""

@@ -78,6 +78,8 @@ def has_name(fd: int, path: Path) -> bool:
 
 
 LOCK = "lock"
+SAID_BYTES = 16
+"""So much of a mark is what its owner tells all others (`Shares`)."""
 DATA_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 _HOLD_S = 0.1
@@ -203,6 +205,7 @@ def let_go(owners: Path, owner: int, fd: int) -> None:
     with contextlib.suppress(OSError):  # somebody else still acts for it
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner_path(owners, owner).unlink()
+    fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked off has the file open, too
     os.close(fd)
 
 
@@ -213,15 +216,15 @@ def take_away(disk: Disk, path: Path) -> None:
 
 
 def remove_slab(disk: Disk, table: Path) -> None:
-    """Delete a slab; whoever has it open finds it empty, so that its room is free at once. A file
-    with another name elsewhere is not only ours, and keeps what is in it."""
+    """Delete a slab; whoever has it open or mapped finds zeros there, so that its room is free at
+    once. A file with another name elsewhere is not only ours, and keeps what is in it."""
     data = table.with_suffix(DATA_SUFFIX)
     disk.unlink(table)
     with contextlib.suppress(OSError):
         fd = disk.open(data)
         try:
             if os.fstat(fd).st_nlink == 1:
-                os.ftruncate(fd, 0)
+                disk.empty(fd)
         finally:
             disk.close(fd)
     disk.unlink(data)

@@ -70,6 +70,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Whether what is stored is for this process alone."""
     keep_s: float = 0.0
     """How long an idle namespace keeps its share after its last use."""
+    slack: int = 0
+    """So much of the capacity is left to small files that come later."""
     grows: bool = True
     """Whether slabs are made; else what is there is only read."""
 
@@ -121,6 +123,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SlabFolder:
     """One namespace's part of a folder, and the folder-wide rules it obeys."""
 
+    between_s = 1.0
+    """How often a keeper looks after more than what others have written."""
+    aligned = 1
+    """The slots of each slab have a range of numbers whose length is a multiple of this."""
     settled_ns = 2_500_000_000
     """A listing is kept only if the folder had not changed for so long: times are coarse, on some
     disks two seconds, and what comes after the listing may leave the same."""
@@ -202,6 +208,25 @@ class SlabFolder:
         """Hold the folder's lock; raises FolderBusy rather than wait without end."""
         return folder_locked(self.root)
 
+    # -- what differs between media ----------------------------------------------------------
+
+    def begin_mark(self, fd: int, owner: int) -> None:
+        """A new owner's mark is there, under the lock; raises MediumInUse if it may not be."""
+
+    def make_file(self, path: Path, size: int) -> int:
+        """Under the lock: a new file of this length, which counts against the budget at once."""
+        fd = self.disk.open(path, create=True)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            self.disk.close(fd)
+            raise
+        return fd
+
+    def take_room(self, fd: int, size: int) -> None:
+        """Without the lock: have all the room of a new file."""
+        self.disk.allocate(fd, size)
+
     # -- owners ----------------------------------------------------------------------------
 
     def claim(self) -> tuple[int, int]:
@@ -215,6 +240,7 @@ class SlabFolder:
                         path = owner_path(self.owners, owner)
                         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                         fcntl.flock(fd, fcntl.LOCK_SH)
+                        self.begin_mark(fd, owner)
                         return owner, fd
 
     def alive(self, owner: int) -> bool:

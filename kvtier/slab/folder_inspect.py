@@ -457,8 +457,12 @@ class FolderInspector(SlabInspector[S]):
             data=table.with_suffix(DATA_SUFFIX),
             header=header,
             in_use=locked.has(table.parent / "owners" / owner),
-            engine=owner,
+            engine=self.owner_name(table.parent / "owners" / owner),
         )
+
+    def owner_name(self, mark: Path) -> str:
+        """What a slab's owner is called."""
+        return mark.name
 
     def read_slab(self, table: Path) -> SlabHeader:
         return _read_table(table)[0]

@@ -29,11 +29,6 @@ from kvtier.slab.recovery import give_back_memory
 from kvtier.slab.watch import SlabUpdate
 from kvtier.types import BlockKey, EventKind, Outcome, TierStats
 
-_IDLE_S = 5.0
-"""A tier that was not called for so long may not be called again soon: its keeper applies updates
-itself, because neighbours wait for slabs that an idle engine holds."""
-
-
 LISTS_MAX = 64
 """The oldest lists beyond are removed: of engines whose names nobody uses any more."""
 
@@ -42,7 +37,8 @@ class Turns:
     """One tier is used by two threads: its own, and its keeper's, which takes updates in while the
     tier is idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
         self.mutex = threading.RLock()
         self.asked = True
         """Whether the tier was called of late."""
@@ -58,7 +54,7 @@ class Turns:
         if self.asked:
             self.asked, self._idle_since = False, now
             return False
-        if now - self._idle_since < _IDLE_S or not self.mutex.acquire(blocking=False):
+        if now - self._idle_since < self._idle_s or not self.mutex.acquire(blocking=False):
             return False
         try:
             self.taking = True
@@ -189,6 +185,9 @@ class FolderTier(SlabTier):
 
     engine = "default"
     """The name under which the list of retained blocks is kept."""
+    idle_s = 5.0
+    """A tier that was not called for so long may not be called again soon: its keeper takes updates
+    in itself, because neighbours wait for slabs that an idle engine holds."""
 
     def __init_subclass__(cls) -> None:
         for name in _IN_TURN:
@@ -202,20 +201,17 @@ class FolderTier(SlabTier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(medium, keeper.limits.slot_bytes, policy, clock)
-        self.turns = Turns()
+        self.turns = Turns(self.idle_s)
         self._keeper = keeper
         self._retention = RetentionFiles(self.retained, keeper, self.turns.mutex)
-        self._places = Places()
+        self._places = Places(keeper.folder.aligned)
         self._copies = Copies()
         self._unwritten: set[int] = set()
         """Slots whose entries the keeper has still to write: not to be used before."""
         self._standing: dict[int, BlockKey] = {}
         """Evicted blocks whose entries still stand in slots that are given to others, as far as is
         known here: the handler will write there."""
-        limits = keeper.limits
-        burst = max(_AHEAD_BYTES, AHEAD_BLOCKS_MAX * limits.slot_bytes)
-        ahead = max(limits.slab_bytes, min(limits.capacity // 4, burst))
-        self._low_water = max(1, min(ahead // limits.slot_bytes, _AHEAD_SLOTS))
+        self._low_water = max(1, self._slots_ahead())
         self._opened = False
         self.refresh()
         self._want_room()
@@ -286,6 +282,8 @@ class FolderTier(SlabTier):
         """A slab is there: a new one, or one that has changed or changed hands."""
         slab, known = update.slab, place is not None
         place = place or self._number(slab)
+        if place is None:
+            return
         if update.table is not None:
             before = self._forget_place(place) if known else set()
             keys = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
@@ -299,13 +297,15 @@ class FolderTier(SlabTier):
                 self._see_changes(place, *update.changes)
         elif update.mine:
             self._own(place, mine=True)
-            self._free.extend(place.slots)
+            if place.mine:
+                self._make_free(place.slots)
 
     def _own(self, place: Place, *, mine: bool) -> None:
         self._places.own(place, mine)
         self._foreign = not self._places.all_mine
 
-    def _number(self, slab: SlabFile) -> Place:
+    def _number(self, slab: SlabFile) -> Place | None:
+        """Give numbers to a slab's slots; None if that cannot be."""
         place = self._places.add(slab, self._busy)
         new = self._places.slots - len(self._key_of)
         if new:
@@ -326,6 +326,8 @@ class FolderTier(SlabTier):
         those slots are their readers' until the last unpin. Answers with what it holds, be it known
         from elsewhere, too."""
         self._own(place, mine=True)
+        if not place.mine:
+            return []
         base, slots = place.base, place.slots
         held = np.zeros(len(entries), bool)
         held[[slot - base for slot in self._pins if slot in slots]] = True
@@ -339,7 +341,7 @@ class FolderTier(SlabTier):
         self._survived(valid + base, used[valid], entries["uses"][valid])
         held[valid] = held[bad] = True
         self._quarantine.extend((bad + base).tolist())
-        self._free.extend((np.flatnonzero(~held) + base).tolist())
+        self._make_free((np.flatnonzero(~held) + base).tolist())
         self._on_dropped(copies)  # else a block that is dropped for good would come back by them
         return keys
 
@@ -427,11 +429,21 @@ class FolderTier(SlabTier):
 
     # -- hooks -----------------------------------------------------------------------------
 
+    def _slot_count(self) -> int:
+        return self._places.all_slots
+
     def _owned(self, slot: int) -> bool:
         return self._places.of(slot).mine
 
     def _on_reserved(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         self._want_room()
+
+    def _slots_ahead(self) -> int:
+        """How many slots are to be free."""
+        limits = self._keeper.limits
+        burst = max(_AHEAD_BYTES, AHEAD_BLOCKS_MAX * limits.slot_bytes)
+        ahead = max(limits.slab_bytes, min(limits.capacity // 4, burst))
+        return min(ahead // limits.slot_bytes, _AHEAD_SLOTS)
 
     def _want_room(self) -> None:
         """Have more slabs made before they are needed: that takes longer than a request waits."""
@@ -503,12 +515,15 @@ class FolderTier(SlabTier):
         """Own slabs are given up whole, so that not even what was evicted can be found again."""
         self._take_all_in()
         self._copies.clear()
+        self._give_up_slabs()
+        super().clear()
+        self._want_room()
+
+    def _give_up_slabs(self) -> None:
         mine = [place for place in self._places.by_slab.values() if place.mine]
         self._lose(mine)
         for place in mine:
             self._keeper.release(place.slab.id, remove=True)
-        super().clear()
-        self._want_room()
 
     def tick(self) -> None:
         super().tick()

@@ -119,7 +119,6 @@ _WORK_SHARE = 20
 _UPDATES_MAX = 64
 """With more that the tier has not taken in, the keeper does not look: nobody may ask for days, and
 what happens meanwhile is one difference later on."""
-_HOUSEKEEPING_S = 1.0
 _GIVEN_ROUNDS = 3
 """So long what was given away is left to those who lack room, before it is taken back."""
 _USES_S = 10.0
@@ -168,7 +167,7 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = False
         self._look_took = self._next_housekeeping = self._next_uses = self._full_until = 0.0
-        self._between = _HOUSEKEEPING_S
+        self._between = folder.between_s
         self.unwell = False
         """Whether the last round came to nothing."""
         self._takes_nothing = False
@@ -178,6 +177,11 @@ class Keeper:
         if leases is not None:
             with self._problems.tolerated((OSError, MediumError)):
                 leases.begin(self._wake.set)
+
+    @property
+    def trouble(self) -> str:
+        """What went wrong last."""
+        return self._problems.last
 
     def start(self) -> None:
         """Begin to work in the background."""
@@ -199,7 +203,7 @@ class Keeper:
     def pause(self) -> float:
         """How long to sleep if nobody wants anything."""
         alone = all(known.mine for known in list(self._known.values()))  # others may work meanwhile
-        return max(_HOUSEKEEPING_S / 4 if alone else _LOOK_S, _LOOK_SHARE * self._look_took)
+        return max(self.folder.between_s / 4 if alone else _LOOK_S, _LOOK_SHARE * self._look_took)
 
     def work(self, *, thorough: bool = False) -> None:
         """One round; `thorough` does the rarer parts too, whatever the time."""
@@ -233,7 +237,7 @@ class Keeper:
             self._share()
             self._write_uses(now, thorough)
             took = time.thread_time() - began
-            self._between = max(_HOUSEKEEPING_S, _WORK_SHARE * took)
+            self._between = max(self.folder.between_s, _WORK_SHARE * took)
             self._next_housekeeping = now + self._between
 
     def _begin_again(self) -> None:

@@ -69,6 +69,9 @@ _HEADER = struct.Struct("<8sHHIQQI16s")
 _HEADER_SUM = struct.Struct("<Q")
 FLAG_DISCARD = 1
 """Nobody wants these blocks once the process is gone."""
+CHANGES_AT = 120
+CHANGES = struct.Struct("<Q")
+"""How often an owner that maps its table has written there: that leaves the file's time alone."""
 OWNER_AT = 128
 OWNER = struct.Struct("<I")
 """Who may write here: outside the header's checksum, because it changes hands."""
@@ -138,6 +141,12 @@ class SlabHeader(msgspec.Struct, frozen=True, kw_only=True):
     def data_end(self) -> int:
         """Where the last record ends in the data file."""
         return self.slot_at(self.slots)
+
+
+def changes_in(page: Buffer | bytes) -> int:
+    """From a header page, what is another number after each change by an owner that maps it."""
+    (count,), (owner,) = CHANGES.unpack_from(page, CHANGES_AT), OWNER.unpack_from(page, OWNER_AT)
+    return int(count) << 32 | int(owner)
 
 
 def entry_at(slot: int) -> int:
@@ -263,6 +272,8 @@ def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([0, *cuts], [*cuts, len(slots)], strict=True)) if slots else []
 
 
+PIECES_MAX = 31
+"""A slab has no more, as a mark has a bit for each."""
 PIECE_BYTES = 64 << 20
 """Drivers and kernels have refused large ranges."""
 
@@ -286,28 +297,28 @@ def pieces_of(
         at = end
 
 
-def pinning_order(
-    header: SlabHeader, entries: npt.NDArray[np.void], pieces: Sequence[range] | None = None
-) -> list[range]:
-    """A region's pieces, those first whose blocks were used most, and last. Of all others the first
+def piece_slots(slot_bytes: int) -> int:
+    """How many slots a piece has, of a slab that begins with a page; the last may have fewer."""
+    count = max(PIECE_BYTES // slot_bytes, 1)
+    while count * slot_bytes % mmap.PAGESIZE:
+        count += 1
+    return count
+
+
+def pieces_in(base: int, slots: int, slot_bytes: int) -> list[range]:
+    """The pieces of a slab whose slots are numbered from `base` on, which begins with a page."""
+    step, end = piece_slots(slot_bytes), base + slots
+    return [range(at, min(at + step, end)) for at in range(base, end, step)]
+
+
+def pinning_order(entries: npt.NDArray[np.void], pieces: Sequence[range]) -> list[range]:
+    """These pieces, those first whose blocks were used most, and last. Of all others the first
     ones: new blocks go where this begins."""
-    if pieces is None:
-        pieces = list(pieces_of(header.slots, header.slot_bytes, header.data_at))
-    valid = committed(entries)
-    uses = np.zeros(header.slots, np.int64)
-    used = np.zeros(header.slots)
-    uses[valid], used[valid] = entries["uses"][valid], last_used(entries)[valid]
-    begins = np.array([piece.start for piece in pieces])
-    most, latest = np.add.reduceat(uses, begins), np.maximum.reduceat(used, begins)
-    order = np.lexsort((begins, -latest, -most))
-    return [pieces[at] for at in order.tolist()]
 
+    def heat(piece: range) -> tuple[int, float, int]:
+        part = entries[piece.start : piece.stop]
+        valid = part[committed(part)]
+        most = int(valid["uses"].sum(dtype=np.uint64))
+        return -most, -float(last_used(valid).max(initial=0.0)), piece.start
 
-def place_of(order: Sequence[range], slots: int) -> npt.NDArray[np.int32]:
-    """Where in this order each slot comes."""
-    places = np.zeros(slots, np.int32)
-    at = 0
-    for piece in order:
-        places[piece.start : piece.stop] = np.arange(at, at + len(piece))
-        at += len(piece)
-    return places
+    return sorted(pieces, key=heat)

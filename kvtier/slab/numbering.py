@@ -31,7 +31,9 @@ class Places:
     """The slabs that are there, each with its place. A slot keeps its number as long as its slab
     is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, aligned: int = 1) -> None:
+        """Ranges have a multiple of so many numbers."""
+        self._aligned = aligned
         self.by_slab: dict[int, Place] = {}
         self._ranges: list[Place] = []
         """The place that each range has, or had: see `_holes`."""
@@ -41,6 +43,7 @@ class Places:
         self._holes: list[int] = []
         """Ranges whose slabs are no longer there: they may be given to others."""
         self._mine = 0
+        self.own_slots = 0
 
     @property
     def slots(self) -> int:
@@ -51,6 +54,29 @@ class Places:
     def all_mine(self) -> bool:
         """Whether no slab is another's."""
         return self._mine == len(self._ranges)
+
+    @property
+    def all_slots(self) -> int:
+        """How many slots there are, of all slabs."""
+        return sum(place.slab.header.slots for place in self.by_slab.values())
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else has slabs now."""
+        return self._mine == len(self.by_slab)
+
+    def index(self, place: Place) -> int:
+        """A number for a place, small and the same as long as its slab is there."""
+        return self._range_of[place.base]
+
+    def indices(self, slots: Iterable[int]) -> set[int]:
+        """The numbers of the places of slots."""
+        return set(map(self._range_of.__getitem__, slots))
+
+    def is_hole(self, place: Place) -> bool:
+        """Whether a place that was lost has not become another's."""
+        at = self.index(place)
+        return self._ranges[at] is place and at in self._holes
 
     def of(self, slot: int) -> Place:
         """The place that a slot belongs to."""
@@ -72,10 +98,11 @@ class Places:
                 break
         else:
             index = len(self._ranges)
-            place = Place(slab, self.slots, slab.header.slots)
+            room = -(-slab.header.slots // self._aligned) * self._aligned
+            place = Place(slab, self.slots, room)
             self._ranges.append(place)
             self._origins.append(0)
-            self._range_of.extend(array("I", [index]) * slab.header.slots)
+            self._range_of.extend(array("I", [index]) * room)
         self._origins[index] = (slab.id << SLOT_BITS) - place.base
         self.by_slab[slab.id] = place
         return place
@@ -83,6 +110,7 @@ class Places:
     def own(self, place: Place, mine: bool) -> None:
         """Say whether a slab is this process's own."""
         self._mine += mine - place.mine
+        self.own_slots += (mine - place.mine) * place.slab.header.slots
         place.mine = mine
 
     def lose(self, place: Place) -> None:

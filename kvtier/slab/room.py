@@ -22,6 +22,7 @@ from kvtier.errors import FormatError
 from kvtier.settings import ByteSize
 from kvtier.slab.files import (
     DATA_SUFFIX,
+    SAID_BYTES,
     TABLE_BYTES_MAX,
     TABLE_SUFFIX,
     FolderBusy,
@@ -221,7 +222,7 @@ def _plan_slab(folder: SlabFolder, slots_max: int, limits: Limits) -> SlabHeader
 
 def _slots_at_most(folder: SlabFolder, slots_max: int, limits: Limits) -> int:
     used = used_bytes(folder.root)
-    room = folder.bound(limits, used) - used
+    room = folder.bound(limits, used) - limits.slack - used
     fitting = max(0, room - TABLE_AT) // (limits.slot_bytes + ENTRY_BYTES)
     return min(slots_max, fitting, SLOTS_MAX)
 
@@ -237,8 +238,7 @@ def _begin(folder: SlabFolder, making: tuple[Path, Path], header: SlabHeader) ->
     fds: list[int] = []
     try:
         for path, size in zip(making, file_sizes(header), strict=True):
-            fds.append(folder.disk.open(path, create=True))
-            os.ftruncate(fds[-1], size)
+            fds.append(folder.make_file(path, size))
     except OSError:
         for fd in fds:
             folder.disk.close(fd)
@@ -252,7 +252,7 @@ def _fill(folder: SlabFolder, fds: list[int], header: SlabHeader, owner: int) ->
     OWNER.pack_into(page, OWNER_AT, owner)
     try:
         for fd, size in zip(fds, file_sizes(header), strict=True):
-            folder.disk.allocate(fd, size)
+            folder.take_room(fd, size)
         if folder.disk.writev(fds[1], [memoryview(page)], 0) != len(page):
             raise OSError(errno.EIO, "a slab's header was written in part")
     finally:
@@ -346,7 +346,7 @@ class Shares:
             if path == mine or not held(path):
                 continue
             with contextlib.suppress(OSError, struct.error):
-                word, capacity = _SAID.unpack(path.read_bytes())
+                word, capacity = _SAID.unpack(_said_in(path))
                 found.living += capacity > 0
                 found.capacity = max(found.capacity, capacity)
                 namespace = path.parent.parent.name
@@ -436,6 +436,11 @@ class Shares:
 
     def _of_all(self, found: Neighbours) -> Limits:
         return msgspec.structs.replace(self._limits, capacity=found.capacity)
+
+
+def _said_in(mark: Path) -> bytes:
+    with mark.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), SAID_BYTES, 0)
 
 
 def _bytes_of(slabs: Sequence[SlabFile]) -> int:

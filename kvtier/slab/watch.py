@@ -69,6 +69,7 @@ class Problems:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._said_at: dict[str, float] = {}
+        self.last = ""
 
     @contextlib.contextmanager
     def tolerated(
@@ -83,6 +84,7 @@ class Problems:
     def report(self, error: Exception) -> None:
         """Log an error of the folder; with a trace if it is none of the disk's."""
         problem = getattr(error, "strerror", 0) or str(error) or type(error).__name__
+        self.last = str(problem)
         trace = None if isinstance(error, (OSError, MediumError)) else error
         self.warn_once(f"{self._root}: {problem}", trace)
 

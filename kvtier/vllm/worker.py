@@ -141,6 +141,8 @@ class RankWorker:
                 self._ended.append(Ended(job_id, errand.number, True, report, 0.0))
                 return
             self._numbers[job_id] = (errand.number, kind)
+            if self._region is not None:
+                self._region.refresh()
             copier.submit(
                 Job(
                     id=job_id,
@@ -354,6 +356,7 @@ def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) 
             least_slots=pinning.least_slots,
             steps=pinning.steps,
             note=partial(region.note_pinned, pinning.rank),
+            watch=region.watch,
         )
 
     return open_copier

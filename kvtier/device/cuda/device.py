@@ -141,6 +141,9 @@ class _CudaLane:
         return end_of(self._torch, self._stream)
 
 
+Watch = Callable[[Callable[[Sequence[range]], None], Callable[[range], None]], object]
+
+
 def open_copier(
     layout: DeviceLayout,
     host: Host,
@@ -153,11 +156,12 @@ def open_copier(
     order: Sequence[range] = (),
     least_slots: int = 0,
     steps: Steps | None = None,
-    note: Callable[[int], object] = lambda slots: None,
+    note: Callable[[range | None], object] = lambda piece: None,
+    watch: Watch = lambda mapped, unmapped: None,
 ) -> CudaCopier:
     """A copier between a CUDA device and a region whose slots are `data`, which it pins: in this
     order, so many at the least before the engine serves, the others between its steps; `note` is
-    told how many are pinned.
+    told of each piece that is pinned, and `watch` tells of slots that come and go.
 
     Raises MediumError if the device cannot be used.
     """
@@ -174,6 +178,7 @@ def open_copier(
             note=note,
             cores=device.cores,
         )
+        watch(memory.extend, memory.drop)
         return CudaCopier(
             layout,
             device,

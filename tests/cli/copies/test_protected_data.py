@@ -13,12 +13,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvtier.backends.cpu.inspection.offline_locks import remove_region
 from support.processes.cli_world import command
 
 from kvtier import Stack
-from kvtier.backends.cpu import region_locks
-from kvtier.backends.cpu.inspection.offline_locks import remove_region
-from kvtier.backends.cpu.region import Region
+from kvtier.backends.cpu import Region, region_locks
 from kvtier.backends.object.budget.claim import PREFIX
 from kvtier.backends.object.inspection import proofs
 from kvtier.backends.object.inspection.temporary_objects import left_behind, new_probe, remove_left

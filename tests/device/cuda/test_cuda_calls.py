@@ -99,7 +99,7 @@ def test_a_refused_piece_leaves_those_before_and_warns(
     pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
     assert not pin(pinned)
     assert registrar.returned == [], "copies use them by now"
-    assert "8192 of the CPU region's 40960 bytes stay pageable" in caplog.text
+    assert "8192 of the CPU tier's 40960 bytes stay pageable" in caplog.text
     assert "out of memory" in caplog.text
     pinned.close()
     assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]

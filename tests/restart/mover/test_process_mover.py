@@ -23,7 +23,7 @@ import pytest
 from support.processes.mover_processes import alive, await_restart, pid_of, until
 
 from kvtier import Stack
-from kvtier.backends.cpu.tier import CpuSpec, CpuTier
+from kvtier.backends.cpu import CpuSpec, CpuTier
 from kvtier.errors import MoverError
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, TransferKind, TransferResult
@@ -201,7 +201,7 @@ class TestProcessMover(MoverContract):
 PARENT = """
 import os, sys, time
 from kvtier import Stack
-from kvtier.backends.cpu.tier import CpuSpec, CpuTier
+from kvtier.backends.cpu import CpuSpec, CpuTier
 from kvtier.interfaces.backend import TierContext
 from kvtier.slab import layout
 from kvtier.move.process import ProcessMover

@@ -40,10 +40,14 @@ class MemorySubject(Subject):
 
 
 class CpuSubject(Subject):
-    """A region in a folder of the test's, so that nothing is left in /dev/shm."""
+    """Memory in a folder of the test's, so that nothing is left in /dev/shm."""
 
     backend = CPU_BACKEND
     persistent = True
+    shared = True
+    overhead_bytes = 1 << 16
+    """Its engines' marks."""
+    sheds = True
     off_disk = True
     quarantine_blocks = 1
 

@@ -1,4 +1,4 @@
-"""The data side of a CPU region beside its owner, who may take slots away at any moment."""
+"""The data side of CPU memory beside its owner, who may take slots away at any moment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from support.tiers.subjects import CPU
 
-from kvtier.backends.cpu.handler import CpuHandler
-from kvtier.backends.cpu.region import Region
-from kvtier.backends.cpu.tier import CpuSpec
+from kvtier.backends.cpu import CpuHandler, CpuSpec, Region
 from kvtier.record.record import Buffer
 from kvtier.slab import layout
 from kvtier.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
