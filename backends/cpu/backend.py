@@ -13,6 +13,7 @@ from kvtier.backends.cpu.folder import (
     CpuFolder,
     CpuSettings,
     all_marks,
+    check_owner,
     former_regions,
     in_use,
     leftovers,
@@ -93,6 +94,7 @@ class CpuBackend(Backend[CpuSettings]):
         self, settings: CpuSettings, context: TierContext, disk: Disk | None = None
     ) -> CpuTier:
         path, root, disk = Path(settings.path), root_of(settings, context.stack), disk or Disk()
+        check_owner(root)
         _tidy_up_after_others(path, root)
         capacity = capacity_of(settings)
         slot = record_bytes(context.namespace.payload_bytes)

@@ -73,6 +73,16 @@ def all_marks(root: Path) -> list[Path]:
     return [mark for home in homes(root) for mark in marks(home)] if root.is_dir() else []
 
 
+def check_owner(root: Path) -> None:
+    """Raise MediumError if something lies there that is not this user's folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        about = root.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+            raise MediumError(
+                f"{root} is not a folder of this user: remove it, or give the cpu tier another name"
+            )
+
+
 def in_use(root: Path) -> bool:
     """Whether any process has memory of this folder."""
     return any(map(held, all_marks(root)))
@@ -98,16 +108,6 @@ class CpuFolder(SlabFolder):
         self._geometry = Geometry(rows * self.aligned, slot_bytes, rows, context.namespace.digest)
         self._region: Region | None = None
         super().__init__(root, context.namespace, disk)
-
-    def establish(self) -> None:
-        with self._explained(), contextlib.suppress(FileNotFoundError):
-            about = self.root.lstat()
-            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
-                raise MediumError(
-                    f"{self.root} is not a folder of this user: remove it, or give the cpu tier "
-                    "another name"
-                )
-        super().establish()
 
     @property
     def region(self) -> Region:

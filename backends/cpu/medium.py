@@ -258,7 +258,7 @@ class Region:
     @property
     def namespace(self) -> bytes:
         """The digest of the namespace whose blocks it holds."""
-        return self.mark.namespace
+        return bytes(self.mark.namespace)
 
     def entries(self) -> npt.NDArray[np.void]:
         """All entries, in place."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from kvtier.slab.folder_tier import FolderTier
 from kvtier.slab.keeper import Keeper
 from kvtier.slab.layout import piece_slots
 from kvtier.slab.numbering import Place
-from kvtier.types import BlockKey, TierStats
+from kvtier.types import BlockKey, Reservation, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,12 @@ class CpuTier(FolderTier):
             with contextlib.suppress(OSError):
                 self.region.drop(at)
 
+    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+        reservation = super().prepare_store(keys, evict=evict)
+        if not reservation.keys:  # perhaps because there is no room for any
+            self._want_room()
+        return reservation
+
     # -- entries ---------------------------------------------------------------------------
 
     def _locate(self, slots: list[int]) -> CpuSpec:
@@ -163,6 +169,17 @@ class CpuTier(FolderTier):
 
     def _on_dropped(self, slots: Sequence[int]) -> None:
         self._set_state(self._own_among(slots), layout.FREE)
+
+    def _held_twice(self, count: int, taken: Container[int]) -> list[int]:
+        """So that the last copy on the machine goes last."""
+        where, found = self._where, list[int]()
+        for key in self._copies.slot_of if count > 0 else ():
+            slot = where.get(key)
+            if slot is not None and slot not in taken and slot in self._policy:
+                found.append(slot)
+                if len(found) == count:
+                    break
+        return found
 
     def _on_evicted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """They are free a moment later."""

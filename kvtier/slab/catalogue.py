@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 
 from kvtier.core.retained.retained_blocks import RetainedBlocks
@@ -230,7 +230,10 @@ class SlabTier(Tier):
         self._tell_policy()
         where, pins = self._where, self._pins
         held = {where[key] for key in spared if key in where}
-        slots = self._policy.evict(count, pins.keys() | held if held else pins)
+        taken = pins.keys() | held if held else pins
+        slots = self._held_twice(count, taken)
+        self._policy.remove(slots)
+        slots += self._policy.evict(count - len(slots), taken)
         victims = [self._key_at(slot) for slot in slots]
         for key in victims:
             del where[key]
@@ -514,6 +517,10 @@ class SlabTier(Tier):
 
     def _catch_up(self) -> None:
         """Take in what is known of other processes' changes; does no I/O."""
+
+    def _held_twice(self, count: int, taken: Container[int]) -> list[int]:
+        """Own slots whose blocks others hold, too, and that go first; at most so many."""
+        return []
 
     def _slot_count(self) -> int:
         """How many slots there are."""
