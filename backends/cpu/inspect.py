@@ -34,8 +34,9 @@ from kvtier.slab.files import held, used_bytes
 from kvtier.slab.folder_inspect import FolderFilling, FolderInspector
 from kvtier.system import memory as memory_limits
 from kvtier.system.disk import Disk, mounted
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 
+_PINNED_BELOW = "a tier of kind nvme below it does, and gives what is used again"
 _FOR_EVER = Duration(50 * 365 * 86400.0)
 _MEMORY_SHARE_MAX = 0.8
 
@@ -51,6 +52,12 @@ class CpuInspector(FolderInspector[CpuSettings]):
 
     def owner_name(self, mark: Path) -> str:
         return engine_of(mark) or mark.name
+
+    def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
+        raise self._cannot("remember what is pinned", _PINNED_BELOW)
+
+    def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
+        raise self._cannot("remember what is pinned", _PINNED_BELOW)
 
     def garbage(self, idle_s: float | None) -> Iterator[Garbage]:
         """All folders that nobody will come back to; of these, the stack's also if it is idle for

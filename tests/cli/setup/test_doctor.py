@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support.processes.cli_world import command
 
-from kvtier.backends.cpu import huge_page_support
+from kvtier.backends.cpu import inspect as cpu_inspect
 from kvtier.backends.object.client import deletes
 from kvtier.backends.object.inspection import checks as check_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
@@ -140,7 +140,7 @@ def test_huge_pages_that_are_not_given_are_said(
         stack_file.read_text().replace("kind: cpu,", "kind: cpu, huge_pages: true,")
     )
     for reason, level in ((None, Level.OK), ("remount it", Level.WARN)):
-        monkeypatch.setattr(huge_page_support, "why_none", lambda folder, reason=reason: reason)
+        monkeypatch.setattr(cpu_inspect, "no_huge_pages", lambda folder, reason=reason: reason)
         said = levels(stack_file, 0)
         assert [said[what] for what in said if "huge pages" in what] == [level]
 
