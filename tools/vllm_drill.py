@@ -4,8 +4,8 @@
     make vllm-drill VERSION=0.34.0
     python tools/vllm_drill.py path/to/vllm-0.34.0-....whl
 
-Compares all that kvtier touches of vLLM's inside (kvtier/vllm/hooks/touch_points/) with the sources
-in the wheel. The build for CPUs is taken if there is one, because it is smaller. Exit code 1 if
+Compares all that kvtier touches inside vLLM (kvtier/vllm/hooks/touch_points.py) with the sources in
+the wheel. The build for CPUs is taken if there is one, because it is smaller. Exit code 1 if
 something has moved.
 """
 
@@ -19,8 +19,7 @@ from pathlib import Path
 
 from vllm_wheel import download
 
-from kvtier.vllm.hooks.touch_points.report import as_lines
-from kvtier.vllm.hooks.touch_points.source_check import check, wheel
+from kvtier.vllm.hooks.source_check import as_lines, check, wheel
 from kvtier.vllm.hooks.versions import numbers_of
 
 

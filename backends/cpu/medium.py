@@ -368,6 +368,14 @@ class Region:
             return None
         return layout.changes_in(self._arena.heads[at * layout.TABLE_AT :][: layout.TABLE_AT])
 
+    def last_used(self, slab_id: int) -> float | None:
+        """When a block of a slab was stored or used last; None if it is not mapped."""
+        if (at := self._at.get(slab_id)) is None:
+            return None
+        row = self._rows[at]
+        entries = self._arena.entries()[row.base : row.base + row.slots]
+        return float(layout.last_used(entries[layout.committed(entries)]).max(initial=0.0))
+
     def note_change(self, at: int) -> None:
         """For the owner: entries of this slab have changed."""
         where = at * layout.TABLE_AT + layout.CHANGES_AT

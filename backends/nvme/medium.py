@@ -13,8 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -122,7 +123,11 @@ class OpenSlab:
 
 
 class OpenSlabs:
-    """Opens slabs when they are first used, and closes those that were not used for longest."""
+    """Opens slabs when they are first used, and closes those that were not used for longest.
+
+    Loads wait for the lock of the slabs: no file is opened, closed or looked at under it, because a
+    disk may take its time. Only stores wait for that of the owners.
+    """
 
     def __init__(
         self, home: Path, namespace: bytes, disk: Disk, *, direct: bool, only_read: bool
@@ -136,25 +141,41 @@ class OpenSlabs:
         self._slabs: OrderedDict[int, OpenSlab] = OrderedDict()
         self._unlooked: list[int] = []
         """Slabs that may have been removed since they were opened."""
+        self._folders = 0
+        """How often the folder was found to be another one."""
+        self._owners_lock = threading.Lock()
         self._owners: dict[int, int] = {}
         self._unheld: int | None = None
 
     def borrow(self, slab_id: int) -> OpenSlab:
         """A slab, open until `give_back`; raises FormatError or OSError."""
-        with self._lock:
-            slab = self._slabs.get(slab_id)
-            if slab is None:
-                given = self._disk, self._digest, self._direct, self._only_read
-                slab = self._opened(lambda: OpenSlab(self._home, slab_id, *given))
-                if self._direct and not slab.direct:
-                    self._say_buffered()
-                self._drop_deleted()
-                self._slabs[slab_id] = slab
-                if len(self._slabs) > _OPEN_SLABS_MAX:
-                    self._retire(self._slabs.popitem(last=False)[1])
-            self._slabs.move_to_end(slab_id)
-            slab.users += 1
-            return slab
+        while True:
+            with self._lock:
+                folder = self._folders
+                if slab_id in self._slabs:
+                    return self._lend(slab_id)
+            how = self._disk, self._digest, self._direct, self._only_read
+            opened = self._opened(partial(OpenSlab, self._home, slab_id, *how))
+            if self._direct and not opened.direct:
+                self._say_buffered()
+            self._drop_deleted()
+            with self._lock:
+                if folder == self._folders and slab_id not in self._slabs:
+                    self._slabs[slab_id] = opened
+                    slab = self._lend(slab_id)
+                    surplus = len(self._slabs) - _OPEN_SLABS_MAX
+                    unused = [self._slabs.popitem(last=False)[1] for _ in range(surplus)]
+                    break
+            opened.close()  # another thread was faster, or it is of a folder that is gone
+        self._retire(unused)
+        return slab
+
+    def _lend(self, slab_id: int) -> OpenSlab:
+        """Under the lock."""
+        self._slabs.move_to_end(slab_id)
+        slab = self._slabs[slab_id]
+        slab.users += 1
+        return slab
 
     def _opened(self, opening: Callable[[], T]) -> T:
         """Where there may be no more files, at the cost of slabs that were not used for longest."""
@@ -162,47 +183,66 @@ class OpenSlabs:
             try:
                 return opening()
             except OSError as error:
-                if error.errno not in _NO_FILES or not self._slabs:
-                    raise
-                self._retire(self._slabs.popitem(last=False)[1])
+                with self._lock:
+                    if error.errno not in _NO_FILES or not self._slabs:
+                        raise
+                    unused = self._slabs.popitem(last=False)[1]
+                self._retire([unused])
 
     def _drop_deleted(self) -> None:
         """Not all are looked at each time: in a folder of many slabs most loads open one."""
-        self._unlooked = self._unlooked or list(self._slabs)
-        for slab_id in self._unlooked[:_LOOKED_AT]:
-            if slab_id in self._slabs and self._slabs[slab_id].deleted():
-                self._retire(self._slabs.pop(slab_id))
-        del self._unlooked[:_LOOKED_AT]
+        with self._lock:
+            self._unlooked = self._unlooked or list(self._slabs)
+            some = [each for each in self._unlooked[:_LOOKED_AT] if each in self._slabs]
+            del self._unlooked[:_LOOKED_AT]
+            looked_at = {each: self._slabs[each] for each in some}
+            for slab in looked_at.values():
+                slab.users += 1
+        for slab_id, slab in looked_at.items():
+            with contextlib.suppress(OSError):  # of what cannot be looked at nobody knows
+                if slab.deleted():
+                    with self._lock:
+                        if self._slabs.get(slab_id) is slab:
+                            del self._slabs[slab_id]
+                        slab.retired = True
+            self.give_back(slab)
 
-    def _retire(self, slab: OpenSlab) -> None:
-        slab.retired = True
-        if not slab.users:
+    def _retire(self, slabs: Sequence[OpenSlab]) -> None:
+        """Close these, which are not among the slabs any more, when their last users are done."""
+        with self._lock:
+            for slab in slabs:
+                slab.retired = True
+            unused = [slab for slab in slabs if not slab.users]
+        for slab in unused:
             slab.close()
 
     def give_back(self, slab: OpenSlab) -> None:
         with self._lock:
             slab.users -= 1
-            if slab.retired and not slab.users:
-                slab.close()
+            unused = slab.retired and not slab.users
+        if unused:
+            slab.close()
 
     def refuse_direct(self, slab_id: int) -> None:
         """The file system took O_DIRECT at open but not at use: go on through the page cache."""
+        if self._direct:
+            self._say_buffered()
         with self._lock:
-            if self._direct:
-                self._say_buffered()
             slab = self._slabs.pop(slab_id, None)
-            if slab is not None:
-                self._retire(slab)
+        if slab is not None:
+            self._retire([slab])
 
     def _say_buffered(self) -> None:
-        self._direct = False
-        logger.warning(
-            "%s refuses direct I/O: reading and writing through the page cache", self._home
-        )
+        with self._lock:
+            said, self._direct = not self._direct, False
+        if not said:
+            logger.warning(
+                "%s refuses direct I/O: reading and writing through the page cache", self._home
+            )
 
     def acts_for(self, owner: int) -> bool:
         """Hold the mark of an owner, so that its slots may be written; False if that fails."""
-        with self._lock:
+        with self._owners_lock:
             self._stop_acting()
             if owner not in self._owners:
                 owners = self._home / "owners"
@@ -225,15 +265,18 @@ class OpenSlabs:
             with contextlib.suppress(OSError):  # of what cannot be looked at nobody knows
                 if not has_name(fd, owner_path(self._home / "owners", owner)):
                     os.close(self._owners.pop(owner))
-                    while self._slabs:
-                        self._retire(self._slabs.popitem()[1])
+                    with self._lock:
+                        self._folders += 1
+                        gone, self._slabs = list(self._slabs.values()), OrderedDict()
+                    self._retire(gone)
 
     def close(self) -> None:
         """Close all files and release all owners."""
         with self._lock:
-            for slab in self._slabs.values():
-                slab.close()
-            self._slabs.clear()
+            slabs, self._slabs = list(self._slabs.values()), OrderedDict()
+        for slab in slabs:
+            slab.close()
+        with self._owners_lock:
             for owner, fd in self._owners.items():
                 let_go(self._home / "owners", owner, fd)
             self._owners.clear()
@@ -243,6 +286,9 @@ _CALL_BYTES = 4 << 20
 """Of payload. A direct read of 1 MiB costs 1.6 times the processor time of a quarter of this."""
 _SLOWEST = 4 << 20
 """Bytes a second: one thread of several gets as many even of a slow disk that engines share."""
+_TRIES_SHARE = 0.5
+"""The part of `call_seconds` after whose end nothing more is tried in a call in which something has
+failed: the rest is for the try that is under way then."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 """Of a folder: the file system knows no such thing, or it is somebody else's."""
@@ -298,16 +344,19 @@ class NvmeHandler(Handler):
         buffers: Sequence[Buffer],
         move: Callable[[OpenSlab, int, Sequence[BlockKey], Sequence[Buffer]], Outcome],
     ) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start, stop in layout.runs(places):
-            count = stop - start
+        """Move run by run, and find out which blocks of a run that fails it was. A disk may take
+        seconds for each error: what there is no time for is TIMEOUT."""
+        outcomes = [Outcome.TIMEOUT] * len(places)
+        until, failed = time.monotonic() + _TRIES_SHARE * self.call_seconds, False
+        tries = deque(layout.runs(places))
+        while tries and not (failed and time.monotonic() >= until):
+            start, stop = tries.popleft()
             outcome = self._run(places[start], keys[start:stop], buffers[start:stop], move)
-            if outcome.ok or count == 1:
-                outcomes += [outcome] * count
-                continue
-            for index in range(start, stop):  # find out which of them it was
-                one = slice(index, index + 1)
-                outcomes.append(self._run(places[index], keys[one], buffers[one], move))
+            failed |= not outcome.ok
+            if outcome.ok or stop - start == 1:
+                outcomes[start:stop] = [outcome] * (stop - start)
+            else:
+                tries.extendleft((at, at + 1) for at in reversed(range(start, stop)))
         return outcomes
 
     def _run(

@@ -1,4 +1,4 @@
-"""Long work beside a busy thread: Python's lock is given up again and again.
+"""Long work beside a busy thread: the GIL is given up again and again.
 
 A thread that wants the lock otherwise waits for five milliseconds each time, and an engine's
 scheduler wants it all the time.

@@ -6,11 +6,10 @@ import importlib.util
 from pathlib import Path
 from typing import Literal
 
-from kvtier.backends.object.client.http.sockets import Timeouts
-from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.client.s3_settings import check_settings as check_bucket_settings
+from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
+from kvtier.backends.object.stores.clouds import check_settings as check_bucket_settings
 from kvtier.backends.object.stores.errors import Misconfigured
-from kvtier.backends.object.stores.open_store import open_store, parse_url
+from kvtier.backends.object.stores.open_store import Location, open_store, parse_url
 from kvtier.backends.object.stores.store import Store
 from kvtier.errors import ConfigError, NotHere
 from kvtier.settings import (
@@ -34,18 +33,19 @@ _DURATIONS_MIN = {
 
 
 class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
-    """Blocks in an S3 bucket or in a folder, shared by all servers with the same url.
+    """Blocks in a bucket or in a folder, shared by all servers with the same url.
 
     Credentials are never written here: they come from the environment, a profile or a role, as for
-    every other AWS tool.
+    every other tool of that cloud.
     """
 
     url: str
-    """s3://bucket/prefix or file:///folder. Only objects below it are ever touched."""
+    """s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder. Only objects
+    below it are ever touched."""
     endpoint: str | None = None
-    """An S3-compatible server, like https://minio.example:9000; without it, AWS."""
+    """A server other than the cloud's own, like https://minio.example:9000."""
     region: str | None = None
-    """The bucket's region, if neither the environment nor the profile names it."""
+    """The region of an s3:// bucket, if neither the environment nor the profile names it."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
     """Whether the bucket is in the path or in the host name; auto: the host for AWS, else path."""
     ca_bundle: str | None = None
@@ -83,7 +83,7 @@ def open_for(settings: ObjectSettings) -> Store:
     total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
     return open_store(
         settings.url,
-        S3Settings(
+        BucketSettings(
             endpoint=settings.endpoint,
             region=settings.region,
             addressing=settings.addressing,
@@ -111,31 +111,38 @@ def capacity_of(settings: ObjectSettings) -> int:
 def check_settings(settings: ObjectSettings, record_bytes: int) -> None:
     """Raises ConfigError on settings that cannot work here."""
     try:
-        folder, bucket, _ = parse_url(settings.url)
+        location = parse_url(settings.url)
     except Misconfigured as error:
         raise _config_error("url", error) from error
     for name, least in _DURATIONS_MIN.items():
         found: Duration | None = getattr(settings, name)
         if found is not None and found.seconds < least.seconds:
             raise ConfigError(f".{name}", f"{found} is too short", f"write at least {least}")
-    if folder is not None:
-        standing_folder(folder, ".url", only_read=settings.only_read)
+    if location.folder is not None:
+        standing_folder(location.folder, ".url", only_read=settings.only_read)
     elif settings.capacity.share is not None:
         problem, remedy = "a bucket has no size of its own", 'write a size, like "2TiB"'
         raise ConfigError(".capacity", problem, remedy)
     check_capacity(settings.capacity, capacity_of(settings), record_bytes)
-    if folder is None:
-        _check_bucket(settings, bucket)
+    if location.folder is None:
+        _check_bucket(settings, location)
 
 
-def _check_bucket(settings: ObjectSettings, bucket: str) -> None:
-    if importlib.util.find_spec("boto3") is None:
-        raise NotHere(
-            ".url", "an s3:// store needs an optional package", "pip install 'kvtier[s3]'"
-        )
+def _check_bucket(settings: ObjectSettings, location: Location) -> None:
+    if importlib.util.find_spec("obstore") is None:
+        extra = "s3" if location.cloud == "s3" else "object"
+        remedy = f"pip install 'kvtier[{extra}]'"
+        raise NotHere(".url", f"an {location.cloud}:// store needs an optional package", remedy)
     try:
         check_bucket_settings(
-            S3Settings(bucket=bucket, endpoint=settings.endpoint, region=settings.region)
+            BucketSettings(
+                cloud=location.cloud,
+                bucket=location.bucket,
+                prefix=location.prefix,
+                endpoint=settings.endpoint,
+                region=settings.region,
+                profile=settings.profile,
+            )
         )
     except Misconfigured as error:
         raise _config_error(error.setting, error) from error

@@ -3,7 +3,7 @@
     make bench-agents       # AGENTS=24 REQUESTS=600 ROUNDS=1 ROUND_S=150 SIZES="0.05 0.1 0.2"
     make bench-agents JSON=figures.json DTYPE=float32      # as in benchmarks/engine/vllm.py
 
-Made-up sessions (`benchmarks.eviction.agent_sessions`), first simulated, beside other policies and
+Made-up sessions (`benchmarks.eviction.hints`), first simulated, beside other policies and
 the bound of Belady. Then on engines; time runs so fast that a round takes ROUND_S. Below an
 engine's own cache, which is small, there is only CPU memory, for a part of all that is asked. Three
 engines live at the same time, and each request goes to one after the other: whatever else the
@@ -23,15 +23,16 @@ from typing import Any
 from engines.engine import Engine
 
 from benchmarks.engine.served import DTYPE, Served, folders
-from benchmarks.eviction.agent_sessions import (
+from benchmarks.eviction.hints import (
     BLOCK,
     REQUESTS,
     SHARE,
     SIZES,
     different_blocks,
     sessions,
+    simulate_all,
 )
-from benchmarks.eviction.hints import simulate_all
+from benchmarks.measure import median_ratio
 from benchmarks.report import Report
 from kvtier.record.record import record_bytes
 
@@ -57,10 +58,8 @@ class Bench(Served):
         # Keys and values of half as many heads as the model has.
         payload = BLOCK * LAYERS * HIDDEN * (4 if DTYPE == "float32" else 2)
         room = int(size * self.blocks_of_all) * (record_bytes(payload) + 64) + (64 << 10)
-        cpu = {"kind": "cpu", "path": str(region), "capacity": room}
-        cpu["eviction"] = "lru" if name == LRU else "adaptive"
-        stack = {"version": 1, "name": "bench", "chunk_tokens": BLOCK, "tiers": [cpu]}
-        stack["retain"] = {"share": SHARE}
+        cpu = self.cpu(room, eviction="lru" if name == LRU else "adaptive") | {"path": str(region)}
+        stack = self.stack(cpu, chunk_tokens=BLOCK, retain={"share": SHARE})
         # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
         own: dict[str, Any] = {"num_gpu_blocks_override": OWN_TOKENS // BLOCK, "block_size": BLOCK}
         return self.start(stack, TOKENS_MAX, max_num_seqs=RUNNING, **own)
@@ -93,8 +92,7 @@ class Bench(Served):
         for name, other in ((HINTS, LRU), (HINTS, LEARNING), (LEARNING, LRU)):
             ratio = mean(seconds[name]) / mean(seconds[other])
             self.report.add(f"{what}: mean first token, {name} / {other}", ratio, "x")
-            pairs = zip(seconds[name], seconds[other], strict=True)
-            ratio = median(mine / theirs for mine, theirs in pairs)
+            ratio = median_ratio(seconds[name], seconds[other])
             self.report.add(f"{what}: median of each request's ratio, {name} / {other}", ratio, "x")
 
 

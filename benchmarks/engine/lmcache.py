@@ -108,9 +108,7 @@ class Bench(Served):
         self.report = Report(f"beside LMCache, {DTYPE}, {LAYERS} layers, hidden {HIDDEN}")
 
     def kvtier(self) -> Engine:
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB"}
-        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "4GiB"}
-        stack = {"version": 1, "name": "bench", "loads": "always", "tiers": [cpu, nvme]}
+        stack = self.stack(self.cpu("2GiB"), self.nvme("4GiB"), load_policy="always")
         return self.start(stack, max(TOKENS))
 
     def lmcache(self) -> Engine:

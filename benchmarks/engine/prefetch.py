@@ -6,9 +6,15 @@
 Four requests decode, and fill the engine; behind them wait others, whose prompts lie on a disk that
 reads 200 MB/s, or in an S3 server that is 20 ms away and sends 64 MB/s. The four take three
 quarters of the time that the loads of all others do. The contestants take turns in one engine.
-Then the same with prompts that nobody has seen: there is nothing to be prefetched. In the end
-(storm) honest requests beside hostile ones, whose prompts are all prefetched in vain. On a machine
+Then the same with prompts that nobody has seen: there is nothing to be prefetched. On a machine
 that others use, the processor's time says more of that than the clock. Answers must be equal.
+
+In the end (storm) honest requests beside hostile ones, each of which names another cold prefix and
+is aborted. The hostile requests wait behind the honest ones: what they cost is their place in the
+queue, and what is prefetched for them. The contestants: no hostile requests, and storms with
+prefetching and without. First with honest prompts that are to be computed. Then with such that lie
+on the same disk, where vLLM begins to serve hostile requests, too, while honest ones load: only
+with a storm without prefetching can that be compared.
 """
 
 from __future__ import annotations
@@ -19,16 +25,112 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.engine import Engine
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
-from benchmarks.engine.prefetch_storm import compare_storm
 from benchmarks.engine.served import DTYPE, Served, folders
-from benchmarks.engine.slow_proxy import slow_proxy
-from benchmarks.engine.throttled_reads import throttle
+from benchmarks.engine.slow import slow_proxy, throttle
+from benchmarks.measure import median_ratio
 from benchmarks.report import Report
+
+HONEST, HONEST_TOKENS = 16, 16
+SHORT_TOKENS = 192
+"""Less than a block: no tier ever has anything of such a prompt."""
+HOSTILE = 64
+EVERY = tuple(map(int, os.environ.get("STORM_EVERY", "4 1").split()))
+"""A hostile request comes with every so many steps of the honest ones: storms of several speeds."""
+LIFE_STEPS = 8
+"""A hostile request is aborted so many steps after it came."""
+AT_MOST = 1.03
+"""How long honest requests may take beside those that nobody disturbs."""
+_STORM_WARM_ROUNDS = 1
+
+
+class Storm(NamedTuple):
+    """A contestant: how often hostile requests come (0: never), and what is done for them."""
+
+    every: int = 0
+    prefetching: bool = True
+
+    def __str__(self) -> str:
+        if not self.every:
+            return "no storm"
+        return f"every {self.every}" + ("" if self.prefetching else ", no prefetching")
+
+
+_QUIET = Storm()
+_Figures = dict[Storm, list[tuple[float, float]]]
+
+
+def compare_storm(
+    served: Served, report: Report, engine: Engine, tokens: int, rounds: int, running: int
+) -> None:
+    """Rounds of both kinds of honest prompts; hostile prompts have so many `tokens`."""
+    hostile = [served.prompt(tokens) for _ in range(HOSTILE)]
+    known = [served.prompt(tokens) for _ in range(HONEST)]
+    engine.burst(prompts=hostile + known)
+    engine.settle()
+    for case, stored, speeds in (("computed", None, EVERY), ("on the disk", known, EVERY[:1])):
+        storms = [Storm(every, on) for every in speeds for on in (True, False)]
+        order = [_QUIET, *storms] if stored is None else storms
+        found: _Figures = defaultdict(list)
+        rates = defaultdict[int, list[float]](list)
+        for turn in range(_STORM_WARM_ROUNDS + rounds):
+            honest = stored or [served.prompt(SHORT_TOKENS) for _ in range(HONEST)]
+            at = turn % len(order)
+            answers = []
+            for contestant in order[at:] + order[:at]:
+                told = _besiege(engine, contestant, honest, hostile, running + 2)
+                answers.append(told["answers"])
+                if turn >= _STORM_WARM_ROUNDS:
+                    found[contestant].append((mean(told["seconds"]), told["own"]))
+                    rates[contestant.every].append(told["hostile"] / told["whole"])
+            assert all(each == answers[0] for each in answers), "answers differ"
+        _tell(report, f"storm, honest prompts {case}", found, rates)
+    counted = engine.facts()["chain"]["prefetch"]
+    for name in ("arrived", "used", "wasted", "cancelled"):
+        report.add(f"storm: blocks {name}", counted[name][1], "")
+
+
+def _besiege(
+    engine: Engine,
+    storm: Storm,
+    honest: list[list[int]],
+    hostile: list[list[int]],
+    at_once: int,
+) -> dict[str, Any]:
+    engine.settle()
+    engine.forget_engine_cache()
+    engine.clear(tier=0)
+    engine.prefetch(on=storm.prefetching)
+    told: dict[str, Any] = engine.besieged(
+        honest=honest,
+        hostile=hostile if storm.every else [],
+        tokens=HONEST_TOKENS,
+        life=LIFE_STEPS,
+        priority=1,
+        at_once=at_once,
+        every=storm.every,
+    )
+    return told
+
+
+def _tell(report: Report, what: str, found: _Figures, rates: dict[int, list[float]]) -> None:
+    for contestant, figures in found.items():
+        middle = median(seconds for seconds, _ in figures)
+        report.add(f"{what}: {contestant}, mean time of a request", middle, "s")
+    for every in filter(None, rates):
+        report.add(f"{what}: every {every}: hostile requests", median(rates[every]), "/s")
+    for ours in filter(lambda each: each.every and each.prefetching, found):
+        for other in (ours._replace(prefetching=False), _QUIET):
+            for at, name in enumerate(("time of a request", "processor's time of the engine")):
+                if other in found:
+                    both = ([each[at] for each in found[who]] for who in (ours, other))
+                    ratio = median_ratio(*both)
+                    report.at_most(f"{what}: {name}, {ours} / {other}", ratio, "x", AT_MOST)
+
 
 QUEUED = int(os.environ.get("QUEUED", "32"))
 TOKENS = int(os.environ.get("TOKENS", "1044"))
@@ -58,9 +160,8 @@ class Bench(Served):
 
     def engine(self, tier: dict[str, Any], **more: Any) -> Engine:
         """With this tier below CPU memory."""
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB", "name": tier["kind"]}
-        ahead = {"memory": 0.5}
-        stack = {"version": 1, "name": "bench", "prefetch": ahead, "tiers": [cpu, tier]}
+        cpu = self.cpu("2GiB", name=tier["kind"])
+        stack = self.stack(cpu, tier, prefetch={"memory": 0.5})
         return self.start(stack, TOKENS + 1024, max_num_seqs=RUNNING, **more)
 
     def compare(self, engine: Engine, case: str, rate: float | None) -> None:
@@ -104,11 +205,9 @@ class Bench(Served):
             for contestant in (_ON, _OFF):
                 middle = median(each[at] for each in found[contestant])
                 self.report.add(f"{case}: {contestant}, {name} first token", middle, "s")
-            pairs = zip(found[_ON], found[_OFF], strict=True)
-            ratio = median(ours[at] / theirs[at] for ours, theirs in pairs)
+            ratio = median_ratio(*([each[at] for each in found[who]] for who in (_ON, _OFF)))
             self.report.at_most(f"{case}: {name}, ratio", ratio, "x", GAIN if rate else LOSS)
-        pairs = zip(found[_ON], found[_OFF], strict=True)
-        ratio = median(ours[2] / theirs[2] for ours, theirs in pairs)
+        ratio = median_ratio(*([each[2] for each in found[who]] for who in (_ON, _OFF)))
         self.report.at_most(f"{case}: processor's time of the engine, ratio", ratio, "x", LOSS)
         for contestant in (_ON, _OFF) if rate else ():
             self.report.add(f"{case}: {contestant}, share loaded", mean(shares[contestant]), "")
@@ -128,7 +227,7 @@ def main() -> None:
     with folders() as (folder, region), ExitStack() as stack:
         bench = Bench(folder, region)
         throttle(folder, DISK_BYTES)
-        nvme = {"kind": "nvme", "path": str(bench.blocks), "capacity": "16GiB"}
+        nvme = bench.nvme("16GiB")
         first = {"disk": DISK_BYTES, "unseen": None}
         if not first.keys().isdisjoint(CASES):
             with bench.engine(nvme) as engine:

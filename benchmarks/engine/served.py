@@ -42,6 +42,19 @@ class Served:
         self._seed += 1
         return random.Random(self._seed).choices(range(256), k=tokens)
 
+    def cpu(self, capacity: int | str, **more: Any) -> dict[str, Any]:
+        """CPU memory as a tier."""
+        return {"kind": "cpu", "path": str(self.region), "capacity": capacity, **more}
+
+    def nvme(self, capacity: int | str) -> dict[str, Any]:
+        """The disk as a tier."""
+        return {"kind": "nvme", "path": str(self.blocks), "capacity": capacity}
+
+    @staticmethod
+    def stack(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """A stack of these."""
+        return {"version": 1, "name": "bench", "tiers": list(tiers), **more}
+
     def start(
         self, stack: Mapping[str, Any] | None, tokens: int, host: Path = HOST, **more: Any
     ) -> Engine:

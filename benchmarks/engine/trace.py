@@ -28,7 +28,7 @@ from engines.engine import Engine
 from benchmarks.engine.served import DTYPE, Served, folders
 from benchmarks.eviction.workloads import paces
 from benchmarks.report import Report
-from kvtier.eviction.traces import Request, read_trace
+from kvtier.cli.trace_simulation import Request, read_trace
 
 TRACE = os.environ.get("TRACE")
 REQUESTS = int(os.environ.get("REQUESTS", "600"))
@@ -94,9 +94,8 @@ class Bench(Served):
         # Keys and values of half as many heads as the model has.
         token = LAYERS * HIDDEN * (4 if DTYPE == "float32" else 2)
         own = self.tokens + OWN_TOKENS if name == ENDLESS else OWN_TOKENS
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": str(self.tokens * token // 3)}
-        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "16GiB"}
-        stack = {"version": 1, "name": "bench", "chunk_tokens": BLOCK, "tiers": [cpu, nvme]}
+        tiers = self.cpu(self.tokens * token // 3), self.nvme("16GiB")
+        stack = self.stack(*tiers, chunk_tokens=BLOCK)
         # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
         more: dict[str, Any] = {"num_gpu_blocks_override": own // BLOCK + 1, "block_size": BLOCK}
         return self.start(stack if name == OURS else None, TOKENS_MAX, **more)

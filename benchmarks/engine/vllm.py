@@ -50,9 +50,7 @@ class Bench(Served):
 
     def engine(self, *, kept: bool) -> Engine:
         """An engine; `kept`: with the stack."""
-        cpu = {"kind": "cpu", "path": str(self.region), "capacity": "2GiB"}
-        nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "4GiB"}
-        stack = {"version": 1, "name": "bench", "tiers": [cpu, nvme]}
+        stack = self.stack(self.cpu("2GiB"), self.nvme("4GiB"))
         return self.start(stack if kept else None, TOKENS)
 
 

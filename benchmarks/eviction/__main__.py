@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.eviction.belady import replay_belady
+from benchmarks.eviction.reference_policies import EVERY_POLICY, new_policy
+from benchmarks.eviction.replay import block_keys, replay
 from benchmarks.eviction.workloads import CAPACITIES, WORKLOADS
 from benchmarks.report import Report
+from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.errors import KVTierError
-from kvtier.eviction import DEFAULT, UNKNOWN, EvictionPolicy, create_policy, policy_names
-from kvtier.eviction.traces import Request, block_keys, read_trace, replay
+from kvtier.eviction import DEFAULT, UNKNOWN, EvictionPolicy
 
 REFERENCES = ("lru", "s3fifo", "arc")
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -103,12 +105,12 @@ def measure(
 ) -> Table:
     """Replay every policy at every capacity; figures go into the report, hits into the table."""
     keys = block_keys(requests)
-    replay(requests[: len(requests) // 10], create_policy(DEFAULT), capacities[0], 0, keys)
+    replay(requests[: len(requests) // 10], new_policy(DEFAULT), capacities[0], 0, keys)
     hits: dict[str, list[float]] = {name: [] for name in (*names, "belady")}
     watches: dict[str, list[Stopwatch]] = {name: [] for name in names}
     for capacity in capacities:
         for name in names:
-            watch = Stopwatch(create_policy(name, capacity))
+            watch = Stopwatch(new_policy(name, capacity))
             result = replay(requests, watch, capacity, count_from, keys)
             watches[name].append(watch)
             hits[name].append(result.percent)
@@ -159,9 +161,9 @@ def main(arguments: Sequence[str]) -> int:
             if options.trace
             else WORKLOADS[options.synthetic](options.seed)
         )
-        names = options.policies.split(",") if options.policies else policy_names()
+        names = options.policies.split(",") if options.policies else EVERY_POLICY
         for name in names:
-            create_policy(name)
+            new_policy(name)
     except KVTierError as error:
         print(error, file=sys.stderr)
         return 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kvtier.eviction.traces import Request, Result
+from benchmarks.eviction.replay import Result
+from kvtier.cli.trace_simulation import Request
 
 
 def replay_belady(requests: Sequence[Request], capacity: int, count_from: int = 0) -> Result:

@@ -1,14 +1,10 @@
-"""Write budgets of a disk: what is left of the hits, and whether all that is written is counted.
+"""Write budgets of a disk: whether all that is written is counted.
 
-    python -m benchmarks.eviction.wear --trace requests.jsonl [--block 64MiB]
-                                       [--sizes 9.6GiB+202GiB,...]
-    python -m benchmarks.eviction.wear --audit FOLDER [--block 1MiB] [--blocks 256]
+    python -m benchmarks.eviction.wear FOLDER [--block 1MiB] [--blocks 256]
 
-With a trace (JSON lines with `timestamp` and `hash_ids`, like `kvtier plan --trace`), for each size
-of CPU memory and disk: the hits that the two serve together with all written through, and with
-budgets of a half, a quarter and a tenth of what that writes; beside them `second_touch` and
-`on_evict`, which know of no budget. With --audit: blocks are stored in a folder on a real disk, and
-what the system counted of this process's writes is compared with what the folder's budget counted.
+Blocks are stored in a folder on a real disk, and what the system counted of this process's writes
+is compared with what the folder's budget counted. (What budgets leave of the hits of a trace is
+what `kvtier plan --trace` says.)
 """
 
 from __future__ import annotations
@@ -22,62 +18,11 @@ from benchmarks.report import Report
 from kvtier.backends.nvme.backend import BACKEND
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear import NAME, read_entry
-from kvtier.eviction.traces import read_trace
 from kvtier.interfaces.tier import TierContext
-from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
 from kvtier.record.record import record_bytes
-from kvtier.settings import Admission, ByteSize, Capacity, WritePolicy, WriteRate
+from kvtier.settings import ByteSize, Capacity, WriteRate
 from kvtier.testing.subject import make_keys, sealed
 from kvtier.types import Namespace
-
-SHARES = (0.5, 0.25, 0.1)
-SIZES = "9.6GiB+202GiB,64GiB+640GiB,128GiB+2560GiB"
-REMEMBERED = 1 << 16
-THROUGH, ON_EVICT = WritePolicy.THROUGH, WritePolicy.ON_EVICT
-ALWAYS, SECOND = Admission.ALWAYS, Admission.SECOND_TOUCH
-
-
-def of_trace(file: Path, block: int, sizes: str, report: Report) -> None:
-    """Hits over budgets, for each size."""
-    trace = Trace(read_trace(file))
-    for size in sizes.split(","):
-        memory, disk = (ByteSize.parse(part).bytes // block for part in size.split("+"))
-
-        def stack(
-            rate: float | None = None,
-            write: WritePolicy = THROUGH,
-            admission: Admission = ALWAYS,
-            memory: int = memory,
-            disk: int = disk,
-        ) -> list[TierPlan]:
-            host = TierPlan("cpu", memory, "adaptive", THROUGH, ALWAYS)
-            return [host, TierPlan("nvme", disk, "adaptive", write, admission, REMEMBERED, rate)]
-
-        free, twice, late = simulate_all(
-            [
-                (trace, stack()),
-                (trace, stack(None, THROUGH, SECOND)),
-                (trace, stack(None, ON_EVICT)),
-            ]
-        )
-        written = free.tiers[1].written
-        rates = [share * written / trace.seconds for share in SHARES]
-        budgets = simulate_all([(trace, stack(rate)) for rate in rates])
-        report.add(f"{size}: written through", written * block / (1 << 40), "TiB")
-        report.add(f"{size}: its hits", 100 * free.hits / free.references, "% of blocks")
-        for share, found in zip(SHARES, budgets, strict=True):
-            _tell(report, f"{size}: budget of {share:.0%}", found, free)
-        _tell(report, f"{size}: second_touch", twice, free)
-        _tell(report, f"{size}: on_evict", late, free)
-
-
-def _tell(report: Report, name: str, found: Simulation, free: Simulation) -> None:
-    kept, written = found.hits / free.hits, found.tiers[1].written / free.tiers[1].written
-    if "25%" in name:
-        report.at_least(f"{name}, hits kept", 100 * kept, "%", 85)
-    else:
-        report.add(f"{name}, hits kept", 100 * kept, "%")
-    report.add(f"{name}, written", 100 * written, "%")
 
 
 def _counted() -> Iterator[int]:
@@ -130,19 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--audit", type=Path, metavar="FOLDER")
-    parser.add_argument("--block")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--block", type=ByteSize.parse, default=ByteSize(1 << 20))
     parser.add_argument("--blocks", type=int, default=256)
     given = parser.parse_args()
-    if given.trace is None and given.audit is None:
-        parser.error("name a trace, or a folder to audit")
-    report = Report("Write budgets")
-    if given.trace is not None:
-        of_trace(given.trace, ByteSize.parse(given.block or "64MiB").bytes, given.sizes, report)
-    if given.audit is not None:
-        audit(given.audit, ByteSize.parse(given.block or "1MiB").bytes, given.blocks, report)
+    report = Report("A write budget's count")
+    audit(given.folder, given.block.bytes, given.blocks, report)
     report.finish()
 
 

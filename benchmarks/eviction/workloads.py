@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from kvtier.eviction.traces import Request
+from kvtier.cli.trace_simulation import Request
 
 CAPACITIES = (2_000, 6_000, 20_000)
 _REQUESTS = 10_000

@@ -83,7 +83,6 @@ class Arena:
         layout: DeviceLayout,
         records: int,
         device: Cuda | None = None,
-        threads: int = 4,
     ) -> None:
         self.torch, self.pool, self.layout, self.records = torch, pool, layout, records
         self.count = records * layout.blocks_per_chunk
@@ -97,7 +96,7 @@ class Arena:
             device,
             self.host,
             NAMESPACE,
-            threads=threads,
+            threads=4,
             prepare=memory.pin_first,
             follow=memory.pin_rest,
             on_close=memory.close,
@@ -108,14 +107,12 @@ class Arena:
         self._random = np.random.default_rng(0)
 
     @classmethod
-    def even(
-        cls, torch: Any, page: int, size: int, device: Cuda | None = None, threads: int = 4
-    ) -> Arena:
+    def even(cls, torch: Any, page: int, size: int, device: Cuda | None = None) -> Arena:
         """For records of one group with about `size` bytes in all, and twice as many blocks."""
         per_chunk = chunk_of(page)
         records = max(2, size // (LAYERS * page * per_chunk))
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
-        return cls(torch, pool, layout, records, device, threads)
+        return cls(torch, pool, layout, records, device)
 
     def shuffled(self) -> Blocks:
         """Blocks in an order that leaves no neighbours to merge."""

@@ -70,13 +70,13 @@ class Link:
 class Duplex:
     """Loads of one half of the records, stores of the other."""
 
-    def __init__(self, torch: Any, size: int, threads: int = 4) -> None:
+    def __init__(self, torch: Any, size: int) -> None:
         page = 64 << 10
         per_chunk = chunk_of(page)
         self.half = max(1, size // (LAYERS * page * per_chunk) // 2)
         records = 2 * self.half
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
-        self.arena = arena = Arena(torch, pool, layout, records, threads=threads)
+        self.arena = arena = Arena(torch, pool, layout, records)
         ids, count = arena.shuffled().ids, self.half * per_chunk
         self._loads = Blocks(ids[:count], [count], [0])
         self._stores: list[tuple[range, Blocks]] = []
@@ -193,7 +193,7 @@ def small_copy_of(torch: Any, *, to_host: bool = False) -> Callable[[], float]:
 
 def python_loop() -> float:
     """What an engine's own thread does between its launches: many short calls, between which it may
-    give Python's lock to others; seconds."""
+    give the GIL to others; seconds."""
     return seconds_of(lambda: [sum(range(5000)) for _ in range(1000)])
 
 

@@ -19,7 +19,7 @@ BYTES_MAX = 64 << 20
 ROUNDS = 10
 
 
-def steps_of_a_batch(torch: Any, report: Report, title: str = "") -> None:
+def steps_of_a_batch(torch: Any, report: Report) -> None:
     """Gathering, adding up and scattering a batch of random pages, and carrying it both ways."""
     per_chunk = chunk_of(PAGE)
     _, probe = even_layout(torch, PAGE, 1, per_chunk)
@@ -62,7 +62,7 @@ def steps_of_a_batch(torch: Any, report: Report, title: str = "") -> None:
         return seconds_of(whole) * 1e6
 
     for name, step in steps.items():
-        what = f"{title}{name} {rows * size >> 20} MiB of pages of 16 KiB takes"
+        what = f"{name} {rows * size >> 20} MiB of pages of 16 KiB takes"
         for whose, clock in (("", taken), (" the thread that waits", seen)):
             middle = statistics.median([clock(step) for _ in range(ROUNDS + 1)][1:])
             report.add(f"{what}{whose}", middle, "us")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -17,12 +16,11 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.gpu_engine import contestants, dummy_weights, models, scale
+from benchmarks.gpu_engine import contestants, dummy_weights
 from benchmarks.gpu_engine.competition import Competition
 from benchmarks.gpu_engine.contestants import Places
 from benchmarks.gpu_engine.matrix import CASES, SHORT_CASES, Matrix
-from benchmarks.gpu_engine.results import Results, Row
-from benchmarks.gpu_engine.stages import Deadline, Stage, run_stages
+from benchmarks.gpu_engine.results import Deadline, Results, Stage, run_stages
 
 LIMIT_S, SHORT_LIMIT_S = 450.0, 215.0
 
@@ -31,7 +29,7 @@ def main() -> int:
     options = _options()
     if options.again:
         shutil.rmtree(options.out, ignore_errors=True)
-    size = scale.CPU if options.device == "cpu" else scale.GPU
+    size = contestants.CPU if options.device == "cpu" else contestants.GPU
     about = {"device": _device(size.device), "vllm": _vllm(), "short": options.short}
     deadline = Deadline(options.seconds or (SHORT_LIMIT_S if options.short else LIMIT_S))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines end with the run
@@ -43,11 +41,11 @@ def main() -> int:
         os.environ.update(_environment(folder))
         places = Places(folder / "run", Path("/dev/shm") / folder.name)
         places.folder.mkdir()
-        model = models.make(folder / "model", size.family, size.model)
+        model = contestants.make_model(folder / "model", size.family, size.model)
         competition = Competition(size, model, places, results, short=options.short)
         matrix = Matrix(size, folder / "matrix", places.memory, results)
         try:
-            stages = _stages(size.device, folder, competition, matrix, results, options)
+            stages = _stages(competition, matrix, options)
             whole = run_stages(stages, results, deadline)
         finally:
             competition.close()
@@ -70,21 +68,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _stages(
-    device: str,
-    folder: Path,
-    competition: Competition,
-    matrix: Matrix,
-    results: Results,
-    options: argparse.Namespace,
-) -> list[Stage]:
-    short, on_cpu = options.short, device == "cpu"
+def _stages(competition: Competition, matrix: Matrix, options: argparse.Namespace) -> list[Stage]:
+    short, on_cpu = options.short, options.device == "cpu"
     cases = [case for case in CASES if case.on_cpu or not on_cpu]
     cases = cases[: options.cases or (SHORT_CASES if short else None)]
     one = competition.contestant
     slow = 20 if on_cpu else 1
     stages = [
-        Stage("bare speeds", 10, 60 * slow, partial(_bare, device, folder, results)),
         Stage(contestants.WITHOUT, 30, 100 * slow, competition.without),
         *(
             Stage(name, least, most * slow, partial(one, name))
@@ -101,18 +91,6 @@ def _stages(
         stages.append(Stage(name, 60, 120 * slow, partial(one, name)))
     wanted = [name.strip() for name in options.only.split(",") if name.strip()]
     return [stage for stage in stages if not wanted or stage.name in wanted]
-
-
-def _bare(device: str, folder: Path, results: Results, deadline: Deadline) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_engine.bare_speeds", device, str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=deadline.left(), check=False
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1])
-    for name, speed in json.loads(done.stdout.splitlines()[-1]).items():
-        row = Row(stage="bare speeds", engine="bare", what=name, values=[speed], unit="GB/s")
-        results.add(row)
 
 
 def _name_kvtier(folder: Path) -> None:

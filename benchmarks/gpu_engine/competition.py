@@ -12,11 +12,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_engine import contestants
-from benchmarks.gpu_engine.contestants import KVTIER, TIERING, WITHOUT, Places
+from benchmarks.gpu_engine.contestants import KVTIER, TIERING, WITHOUT, Places, Scale
 from benchmarks.gpu_engine.engines import Engine, EngineFailed
-from benchmarks.gpu_engine.results import Results, Row
-from benchmarks.gpu_engine.scale import Scale
-from benchmarks.gpu_engine.stages import Deadline
+from benchmarks.gpu_engine.results import Deadline, Results, Row
 
 Prompt = tuple[int, int]
 """A seed, and a length."""
@@ -282,9 +280,9 @@ class Competition:
         self._places.forget_memory()
         both = ("always",) if self._quick else ("always", "worthwhile")
         for loads in both if name == KVTIER else ("",):
-            more = {"loads": loads} if loads else {}
+            more = {"load_policy": loads} if loads else {}
             with self._started(name, name, deadline, **more) as engine:
-                where = "disk after a restart" + (f", loads: {loads}" if loads else "")
+                where = "disk after a restart" + (f", load_policy: {loads}" if loads else "")
                 self._again(name, engine, deadline, where, prompts)
                 self._stop(name, engine, deadline, f"shutdown, {where}")
             self._places.forget_memory()

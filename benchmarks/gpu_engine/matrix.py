@@ -14,13 +14,11 @@ from typing import Any
 import msgspec
 from engines.adapter import make_adapter
 
-from benchmarks.gpu_engine import contestants, models
+from benchmarks.gpu_engine import contestants
 from benchmarks.gpu_engine.competition import Tokens, equal
-from benchmarks.gpu_engine.contestants import Places
+from benchmarks.gpu_engine.contestants import Places, Scale
 from benchmarks.gpu_engine.engines import Engine, EngineFailed
-from benchmarks.gpu_engine.results import Results, Row
-from benchmarks.gpu_engine.scale import Scale
-from benchmarks.gpu_engine.stages import Deadline
+from benchmarks.gpu_engine.results import Deadline, Results, Row
 
 STAGE = "matrix"
 PROMPTS = [(seed, length) for seed, length in enumerate((1500, 900, 1500, 700, 1300, 1500))]
@@ -90,7 +88,7 @@ class Matrix:
         return True
 
     def _case(self, case: Case, places: Places, deadline: Deadline) -> None:
-        model = models.make(places.folder / "model", case.family)
+        model = contestants.make_model(places.folder / "model", case.family)
         adapter = None
         if case.adapter:
             adapter = str(places.folder / "adapter")

@@ -68,8 +68,6 @@ class Load:
         for thread in self._threads:
             thread.start()
 
-    # -- turning it on and off ---------------------------------------------------------------
-
     def go(self) -> None:
         """Let the clients ask."""
         self._gate.set()
@@ -88,8 +86,6 @@ class Load:
         self._gate.set()
         for thread in self._threads:
             thread.join()
-
-    # -- the clients ---------------------------------------------------------------------------
 
     def _client(self, number: int) -> None:
         rng = random.Random(self._seed * 1000 + number)
@@ -195,9 +191,6 @@ class Load:
         line = {"when": time.time(), "kind": kind, "server": member.name, **more}
         with self._lock, self._log.open("a") as file:
             file.write(json.dumps({**line, "prompt": list(prompt)}) + "\n")
-
-
-# -- requests ----------------------------------------------------------------------------------
 
 
 def _body(prompt: Sequence[int], **more: Any) -> dict[str, Any]:

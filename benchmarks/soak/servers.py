@@ -1,4 +1,4 @@
-"""What `benchmarks.soak` keeps running: servers on one disk and one bucket, and their weights."""
+"""What `benchmarks.soak` keeps running: servers on one disk and one bucket."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ import time
 from http.client import HTTPException
 from pathlib import Path
 
-import msgspec
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
-from benchmarks.memory import memory
 from kvtier.vllm.serving import tiny_model
 from kvtier.vllm.serving.server_process import Server
 
@@ -43,15 +41,6 @@ ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": ACCESS_KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
 }
-
-
-class Weight(msgspec.Struct):
-    """What a process holds."""
-
-    role: str
-    memory: int
-    descriptors: int
-    threads: int
 
 
 class Places:
@@ -92,40 +81,28 @@ class Places:
 
     def stack(self, name: str) -> Path:
         """The file of one server's stack."""
+        patience = {"load_deadline": "3s", "store_deadline": "10s"}
         cpu = {
             "kind": "cpu",
             "path": str(self.memory),
             "capacity": CPU_BYTES,
             "load_deadline": "3s",
         }
-        nvme = {
-            "kind": "nvme",
-            "path": str(self.slabs),
-            "capacity": DISK_BYTES,
-            "free_floor": _FLOOR_BYTES if self.mounted else 0,
-            "load_deadline": "3s",
-            "store_deadline": "10s",
-        }
-        store = {
-            "kind": "object",
-            "url": self.url,
-            "capacity": BUCKET_BYTES,
-            "threads": THREADS,
-            "audit": "1min",
-            "refresh": "2s",
-            "load_deadline": "3s",
-            "store_deadline": "10s",
-        }
+        floor = _FLOOR_BYTES if self.mounted else 0
+        nvme = {"kind": "nvme", "path": str(self.slabs), "capacity": DISK_BYTES, **patience}
+        nvme["free_floor"] = floor
+        store = {"kind": "object", "url": self.url, "capacity": BUCKET_BYTES, **patience}
+        store |= {"threads": THREADS, "audit": "1min", "refresh": "2s"}
         if self.store is not None:
             store |= {"endpoint": self.store.endpoint, "region": "us-east-1"}
         path = self.folder / f"{name}.yaml"
         tiers = [cpu, nvme, store]
         path.write_text(
-            json.dumps({"version": 1, "name": f"soak-{name}", "loads": "always", "tiers": tiers})
+            json.dumps(
+                {"version": 1, "name": f"soak-{name}", "load_policy": "always", "tiers": tiers}
+            )
         )
         return path
-
-    # -- what lies there -----------------------------------------------------------------------
 
     def taken(self) -> dict[str, int]:
         """Bytes in each of them."""
@@ -256,8 +233,6 @@ class Member:
         self._family = processes(self.server.process.pid)
         return [pid for pid, each in self._family.items() if each == role]
 
-    # -- the ways to go --------------------------------------------------------------------------
-
     def end(self, how: str) -> list[str]:
         """Let it end; answers with what was not as it should be."""
         self.up = False
@@ -304,13 +279,6 @@ class Member:
             while self.server.metric("vllm:num_requests_running") and time.monotonic() < end:
                 time.sleep(0.2)
 
-    def weights(self) -> dict[int, Weight]:
-        found = {}
-        for pid, role in processes(self.server.process.pid).items():
-            with contextlib.suppress(OSError):
-                found[pid] = _weigh(pid, role)
-        return found
-
 
 def _wait(process: subprocess.Popen[bytes], seconds: float = _END_S) -> int | None:
     try:
@@ -348,16 +316,6 @@ def _role(command: bytes, first: bool) -> str:
         if name in command:
             return role
     return "mover" if b"kvtier.move" in command else "other"
-
-
-def _weigh(pid: int, role: str) -> Weight:
-    process = Path(f"/proc/{pid}")
-    return Weight(
-        role,
-        memory("RssAnon", pid),
-        sum(1 for _ in (process / "fd").iterdir()),
-        sum(1 for _ in (process / "task").iterdir()),
-    )
 
 
 def build_model() -> Path:

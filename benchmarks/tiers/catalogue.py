@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.memory import memory
+from benchmarks.measure import memory
 from benchmarks.report import Report
 from kvtier.backends.nvme import NvmeTier
 from kvtier.chain.store import LOOKED_AT

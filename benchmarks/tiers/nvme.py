@@ -15,7 +15,6 @@ import argparse
 import gc
 import itertools
 import logging
-import os
 import statistics
 import tempfile
 import time
@@ -26,15 +25,13 @@ from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.tiers.catalogue import measure_catalogue
-from benchmarks.tiers.pages import Pages
+from benchmarks.tiers.pages import Pages, Slots, open_tier, slots_of
 from benchmarks.tiers.peers import BareSlab, VllmFiles, shared_memory
-from kvtier.interfaces.backend import TierContext, backend
-from kvtier.interfaces.handler import RegionHandler
 from kvtier.interfaces.mover import Transfer, TransferKind
 from kvtier.move.threads import ThreadMover
 from kvtier.record import record as records
-from kvtier.settings import ByteSize, Capacity, Persistence
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome, SlotSpec, block_key
+from kvtier.settings import ByteSize
+from kvtier.types import BlockKey, LoadStoreSpec, Outcome, block_key
 
 COUNT = 256
 SIZES = {"128KiB": 128 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}
@@ -46,42 +43,27 @@ TARGETS = {  # one job: store, load; 16 jobs: store, load
 }
 
 
+Specs = tuple[LoadStoreSpec, LoadStoreSpec]
+Measured = dict[tuple[str, str, int], list[float]]
+"""Seconds, by contestant, what it does, and in how many jobs."""
+
+
 class Kvtier:
     """The cpu and nvme tiers with a mover between, called as the chain calls them."""
 
     name = "kvtier"
 
     def __init__(self, folder: Path, payload: int, count: int) -> None:
-        self._payload = payload
-        self._namespace = Namespace(facts={"model": "benchmark"}, group_bytes=(payload,))
-        context = TierContext(self._namespace, f"benchmark-{os.getpid()}")
-        size = records.record_bytes(payload)
-        cpu, nvme = backend("cpu"), backend("nvme")
-        cpu_settings = cpu.settings(
-            capacity=_bytes((2 * count + 1) * (size + 64) + 16384),
-            name="benchmark",
-            eviction="lru",
-            persistence=Persistence.DISCARD,
-        )
-        nvme_settings = nvme.settings(
-            capacity=_bytes(2 * count * size + (4 << 20)),
-            path=str(folder / "kvtier"),
-            free_floor=ByteSize(0),
-            persistence=Persistence.DISCARD,
-        )
-        self._cpu = cpu.open_tier(cpu_settings, context)
-        self._nvme = nvme.open_tier(nvme_settings, context)
-        host = cpu.open_handler(cpu_settings, context)
-        assert isinstance(host, RegionHandler)
-        self._views_of = host.views
-        pages = Pages(payload, count)
-        self._begin_copies, self._copier = pages.copier(host.region, self._namespace.digest)
-        handlers = [host, nvme.open_handler(nvme_settings, context)]
-        self._mover = ThreadMover(handlers, self._namespace)
+        self._host = Slots(payload, count, spare=count)
+        self._cpu = self._host.tier
+        size = 2 * count * records.record_bytes(payload) + (4 << 20)
+        place = {"path": str(folder / "kvtier"), "free_floor": ByteSize(0)}
+        self._nvme, handler = open_tier("nvme", payload, size, **place)
+        pages, digest = Pages(payload, count), self._host.namespace.digest
+        self._begin_copies, self._copier = pages.copier(self._host.handler.region, digest)
+        self._mover = ThreadMover([self._host.handler, handler], self._host.namespace)
         self._ids = itertools.count(1)
         self._round = 0
-        self._host = [block_key(f"host{i}".encode()) for i in range(count)]
-        self._fill()
         self._grow()
 
     def _grow(self) -> None:
@@ -94,29 +76,22 @@ class Kvtier:
         self._nvme.complete_store(held, dict.fromkeys(held, Outcome.CANCELLED))
         self._nvme.flush()
 
-    def _fill(self) -> None:
-        reservation = self._cpu.prepare_store(self._host)
-        assert len(reservation.keys) == len(self._host)
-        self._slots = reservation.spec
-        self._views = self._views_of(self._slots)
-        self._cpu.complete_store(self._host)
-
     def _keys(self) -> list[BlockKey]:
-        return [block_key(b"%d/%d" % (self._round, i)) for i in range(len(self._views))]
+        return [block_key(b"%d/%d" % (self._round, i)) for i in range(len(self._host.views))]
 
     def prepare(self) -> None:
         """What the worker that stores would have done: headers and checksums in the CPU slots."""
         self._round += 1
-        for key, view in zip(self._keys(), self._views, strict=True):
-            view[records.HEADER_BYTES : records.HEADER_BYTES + len(key)] = key
-            records.seal(view, records.Header(key, self._namespace.digest, self._payload))
+        for key, view in zip(self._keys(), self._host.payloads, strict=True):
+            view[: len(key)] = key
+        self._host.seal(self._keys())
 
     def store(self, jobs: int) -> None:
         """CPU -> NVMe, committed."""
         keys = self._keys()
         reservation = self._nvme.prepare_store(keys)
         assert reservation.keys == keys
-        self._move(TransferKind.STORE, keys, 0, self._slots, 1, reservation.spec, jobs)
+        self._move(TransferKind.STORE, keys, (self._host.spec, reservation.spec), jobs)
         self._nvme.complete_store(keys)
 
     def load(self, jobs: int) -> None:
@@ -133,26 +108,20 @@ class Kvtier:
         into = self._cpu.prepare_store(keys, evict=False)
         assert into.keys == keys
         wait = self._begin_copies(keys, slots_of(into.spec)) if to_pages else None
-        self._move(TransferKind.LOAD, keys, 1, spec, 0, into.spec, jobs)
+        self._move(TransferKind.LOAD, keys, (spec, into.spec), jobs)
         if wait is not None:
             wait()
         self._nvme.complete_load(keys)
         self._cpu.complete_store(keys)
         self._cpu.forget(keys)
 
-    def _move(
-        self,
-        kind: TransferKind,
-        keys: list[BlockKey],
-        source: int,
-        source_spec: Any,
-        target: int,
-        target_spec: Any,
-        jobs: int,
-    ) -> None:
+    def _move(self, kind: TransferKind, keys: list[BlockKey], specs: Specs, jobs: int) -> None:
+        """In so many jobs; the specs are of the source and of the target."""
+        source, target = (1, 0) if kind is TransferKind.LOAD else (0, 1)
         size = len(keys) // jobs
         for start in range(0, len(keys), size):
             stop = start + size
+            source_spec, target_spec = (spec.select(start, stop) for spec in specs)
             accepted = self._mover.submit(
                 Transfer(
                     id=next(self._ids),
@@ -160,25 +129,23 @@ class Kvtier:
                     source=source,
                     target=target,
                     keys=keys[start:stop],
-                    source_spec=source_spec.select(start, stop),
-                    target_spec=target_spec.select(start, stop),
+                    source_spec=source_spec,
+                    target_spec=target_spec,
                     deadline=time.monotonic() + 60,
                     prove=False,
                 )
             )
             assert accepted
-        left = jobs
-        while left:
+        while jobs:
             self._mover.wait(1.0)
             for result in self._mover.poll():
-                left -= 1
+                jobs -= 1
                 assert all(outcome is Outcome.OK for outcome in result.outcomes)
 
     def prove(self, jobs: int) -> None:
         """The checksums alone: what the peers do without."""
-        end = records.HEADER_BYTES + self._payload
-        for view in self._views:
-            records.part_sum(view[records.HEADER_BYTES : end])
+        for payload in self._host.payloads:
+            records.part_sum(payload)
 
     def forget(self) -> None:
         """The tier evicts by itself."""
@@ -188,16 +155,6 @@ class Kvtier:
         self._mover.close()
         self._nvme.close()
         self._cpu.close()
-
-
-def slots_of(spec: LoadStoreSpec) -> Sequence[int]:
-    """The slots of host memory that a spec names."""
-    assert isinstance(spec, SlotSpec)
-    return spec.slots
-
-
-def _bytes(size: int) -> Capacity:
-    return Capacity.parse(size)
 
 
 def timed(job: Callable[[int], None], jobs: int) -> tuple[float, float]:
@@ -213,13 +170,17 @@ def compare(report: Report, label: str, payload: int, folder: Path, rounds: int)
     memory = memoryview(shared_memory(slot * COUNT))
     kvtier = Kvtier(folder, payload, COUNT)
     pages = Pages(payload, COUNT)
-    peers: list[Any] = [BareSlab(folder, memory, slot, COUNT, payload, pages)]
+
+    def copy(views: Sequence[memoryview]) -> None:
+        pages.copy([view[:payload] for view in views])
+
+    peers: list[Any] = [BareSlab(folder, memory, slot, COUNT, copy)]
     try:
-        peers.append(VllmFiles(folder, memory, payload, COUNT, pages))
+        peers.append(VllmFiles(folder, memory, payload, COUNT, copy))
     except ImportError:
         print("vLLM is not installed here: measuring without it")
-    walls: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    cpus: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    walls: Measured = defaultdict(list)
+    cpus: Measured = defaultdict(list)
     contestants = [kvtier, *peers]
     for number in range(rounds + 2):
         turn = number % len(contestants)
@@ -241,13 +202,7 @@ def compare(report: Report, label: str, payload: int, folder: Path, rounds: int)
     summarize(report, label, payload, walls, cpus)
 
 
-def summarize(
-    report: Report,
-    label: str,
-    payload: int,
-    walls: dict[tuple[str, str, int], list[float]],
-    cpus: dict[tuple[str, str, int], list[float]],
-) -> None:
+def summarize(report: Report, label: str, payload: int, walls: Measured, cpus: Measured) -> None:
     """Medians as MB/s, and kvtier's ratios to the others."""
     gigabytes = COUNT * payload / 1e9
     wall = {key: statistics.median(values) for key, values in walls.items()}

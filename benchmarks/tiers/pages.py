@@ -1,21 +1,75 @@
-"""An engine's KV tensors in host memory, where loads end: filled by a plain copy, or by kvtier's
-copier, which proves what it copies."""
+"""Both ends of a load in host memory: slots of a CPU tier, full of records, and an engine's KV
+tensors, filled by a plain copy, or by kvtier's copier, which proves what it copies."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef
 from kvtier.device.cpu import CpuCopier
-from kvtier.interfaces.handler import HostRegion
+from kvtier.interfaces.backend import TierContext, backend
+from kvtier.interfaces.handler import Handler, HostRegion, RegionHandler
 from kvtier.interfaces.mover import TransferKind
-from kvtier.record.record import Buffer
-from kvtier.types import BlockKey
+from kvtier.interfaces.tier import Tier
+from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, seal
+from kvtier.settings import Capacity, Persistence
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace, SlotSpec, block_key
 
 LAYERS, PER_CHUNK = 16, 16
+
+
+def namespace_of(payload: int) -> Namespace:
+    """Of blocks of so many bytes."""
+    return Namespace(facts={"model": "benchmark"}, group_bytes=(payload,))
+
+
+def open_tier(kind: str, payload: int, size: int, **fields: Any) -> tuple[Tier, Handler]:
+    """A tier of so many bytes for blocks of one size, and its handler; it leaves nothing behind."""
+    opener = backend(kind)
+    fields |= {"capacity": Capacity.parse(size), "persistence": Persistence.DISCARD}
+    settings = opener.settings(**fields)
+    context = TierContext(namespace_of(payload), f"benchmark-{os.getpid()}")
+    return opener.open_tier(settings, context), opener.open_handler(settings, context)
+
+
+def slots_of(spec: LoadStoreSpec) -> Sequence[int]:
+    """The slots of host memory that a spec names."""
+    assert isinstance(spec, SlotSpec)
+    return spec.slots
+
+
+class Slots:
+    """A CPU tier with so many blocks, and room for some more."""
+
+    def __init__(self, payload: int, count: int, spare: int = 0) -> None:
+        self.payload = payload
+        self.namespace = namespace_of(payload)
+        size = (count + spare + 1) * (record_bytes(payload) + 64) + 16384
+        self.tier, handler = open_tier("cpu", payload, size, name="benchmark", eviction="lru")
+        assert isinstance(handler, RegionHandler)
+        self.handler = handler
+        keys = [block_key(f"host{i}".encode()) for i in range(count)]
+        self.spec = self.tier.prepare_store(keys).spec
+        self.views = handler.views(self.spec)
+        self.payloads = [view[HEADER_BYTES : HEADER_BYTES + payload] for view in self.views]
+        for view in self.payloads:
+            view[:] = os.urandom(payload)
+        self.seal(keys)
+        self.tier.complete_store(keys)
+
+    def seal(self, keys: Sequence[BlockKey]) -> None:
+        """Headers and checksums for records of these keys, as the worker that stores makes them."""
+        for key, view in zip(keys, self.views, strict=True):
+            seal(view, Header(key, self.namespace.digest, self.payload))
+
+    def close(self) -> None:
+        self.handler.close()
+        self.tier.close()
 
 
 class Pages:

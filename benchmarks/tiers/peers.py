@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tiers.pages import Pages
+CopyOn = Callable[[Sequence[memoryview]], object]
+"""Copies blocks that have been read to where an engine wants them."""
 
 
 class BareSlab:
@@ -22,11 +23,15 @@ class BareSlab:
     name = "bare"
 
     def __init__(
-        self, folder: Path, memory: memoryview, block: int, count: int, payload: int, pages: Pages
+        self,
+        folder: Path,
+        memory: memoryview,
+        block: int,
+        count: int,
+        copy: CopyOn = len,
     ) -> None:
         self._views = [memory[i * block : (i + 1) * block] for i in range(count)]
-        self._payloads = [view[:payload] for view in self._views]
-        self._pages = pages
+        self._copy = copy
         self._block = block
         self._slots = 2 * count
         self._next = 0
@@ -38,29 +43,25 @@ class BareSlab:
 
     def store(self, jobs: int) -> None:
         """Write all blocks to fresh slots; how they are split into jobs makes no difference."""
-        base = self._next
-        self._next = (base + len(self._views)) % self._slots
-        self._base = base
-        block = self._block
-        done = self._pool.map(
-            lambda i: os.pwritev(self._fd, [self._views[i]], (base + i) * block),
-            range(len(self._views)),
-        )
-        assert all(count == block for count in done)
+        self._base = self._next
+        self._next = (self._base + len(self._views)) % self._slots
+        self._each(os.pwritev)
 
     def load(self, jobs: int) -> None:
         """Read them back."""
+        self._each(os.preadv)
+
+    def _each(self, call: Callable[[int, list[memoryview], int], int]) -> None:
         base, block = self._base, self._block
         done = self._pool.map(
-            lambda i: os.preadv(self._fd, [self._views[i]], (base + i) * block),
-            range(len(self._views)),
+            lambda i: call(self._fd, [self._views[i]], (base + i) * block), range(len(self._views))
         )
         assert all(count == block for count in done)
 
     def to_pages(self, jobs: int) -> None:
         """Read them back and copy them to where an engine wants them."""
         self.load(jobs)
-        self._pages.copy(self._payloads)
+        self._copy(self._views)
 
     def forget(self) -> None:
         """Slots are used again; nothing is left behind."""
@@ -76,7 +77,7 @@ class VllmFiles:
     name = "vllm"
 
     def __init__(
-        self, folder: Path, memory: memoryview, block: int, count: int, pages: Pages
+        self, folder: Path, memory: memoryview, block: int, count: int, copy: CopyOn
     ) -> None:
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
@@ -84,7 +85,7 @@ class VllmFiles:
         view = memory[: block * count].cast("B", (count, block))
         self._tier = FileSystemTierManager(_spec(), view, tier_type="fs", root_dir=str(self._root))
         self._payloads = [memory[i * block : (i + 1) * block] for i in range(count)]
-        self._pages = pages
+        self._copy = copy
         self._count = count
         self._round = 0
         self._job = 0
@@ -128,7 +129,7 @@ class VllmFiles:
     def to_pages(self, jobs: int) -> None:
         """Read them back and copy them to where an engine wants them."""
         self.load(jobs)
-        self._pages.copy(self._payloads)
+        self._copy(self._payloads)
 
     def _finish(self, jobs: int) -> None:
         self._tier.drain_jobs()

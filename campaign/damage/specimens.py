@@ -1,4 +1,5 @@
-"""Small media full of blocks, as bytes: now, at an earlier time, and of another namespace."""
+"""Small media full of blocks, as bytes: now, at an earlier time, and of another namespace; and what
+opens the rest of one, and proves every block that is offered."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ from typing import NamedTuple
 from support.object import object_subjects
 from support.tiers import subjects
 
-from kvtier.cli.copying.pack_files import PackWriter
+from kvtier import Stack
+from kvtier.backends.cpu import CpuSettings
+from kvtier.config import MoverMode, MoverSettings, StackConfig
 from kvtier.record.record import HEADER_BYTES, record_bytes
+from kvtier.settings import ByteSize, Capacity
 from kvtier.slab import layout
-from kvtier.testing.subject import Rig, Subject, make_keys, sealed
+from kvtier.testing.subject import Rig, Subject, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
 Files = dict[str, bytes]
@@ -110,37 +114,10 @@ class Specimen:
             target.chmod(0o600)
 
 
-class PackSpecimen(Specimen):
-    """A file of `kvtier export`, which no tier opens."""
-
-    def _grow(self, namespace: Namespace, folder: Path) -> tuple[Files, Files]:
-        folder.mkdir()
-        return self._written(namespace, folder, self.keys[:8]), self._written(
-            namespace, folder, self.keys[3:20]
-        )
-
-    def _written(self, namespace: Namespace, folder: Path, keys: Sequence[BlockKey]) -> Files:
-        path = folder / "blocks.kvt"
-        with PackWriter(path, namespace, replace=True) as writer:
-            for key in keys:
-                writer.write(sealed(key, namespace), namespace.payload_of(key))
-            writer.used = dict.fromkeys(keys, (3, 1_700_000_000.0))
-        return read_files(folder)
-
-    def _places(self, files: Files) -> Iterator[Place]:
-        (data,) = files.values()
-        at = data.index(b"KVTBLK\r\n")
-        for key in self.keys[3:20]:
-            size = record_bytes(NAMESPACE.payload_of(key))
-            yield Place(key, "blocks.kvt", at, size)
-            at += size
-
-
-SPECIMENS: dict[str, tuple[type[Specimen], Subject]] = {
-    "cpu": (Specimen, subjects.CPU),
-    "nvme": (Specimen, subjects.NVME),
-    "object": (Specimen, object_subjects.FOLDER),
-    "pack": (PackSpecimen, subjects.MEMORY),
+SPECIMENS: dict[str, Subject] = {
+    "cpu": subjects.CPU,
+    "nvme": subjects.NVME,
+    "object": object_subjects.FOLDER,
 }
 
 
@@ -183,3 +160,38 @@ def kind_of(path: str) -> str:
         if f"/{part}/" in f"/{path}":
             return kind
     return {"json": "description"}.get(kind := Path(name).suffix.removeprefix("."), kind or name)
+
+
+HOST_BYTES = 2 * BLOCKS * (record_bytes(NAMESPACE.payload_bytes) + 64) + 12288
+
+
+def by_tier(specimen: Specimen) -> set[BlockKey]:
+    """What the tier alone serves; raises AssertionError for a wrong byte."""
+    rig = specimen.rig(specimen.folder)
+    try:
+        return set(rig.get(specimen.keys))
+    finally:
+        rig.close()
+
+
+def by_stack(specimen: Specimen, host: Path, mover: MoverMode = MoverMode.THREADS) -> set[BlockKey]:
+    """What a whole stack serves from it, by way of host memory and its mover."""
+    memory = CpuSettings(path=str(host), capacity=Capacity(size=ByteSize(HOST_BYTES)))
+    below = specimen.subject.settings(
+        specimen.folder, BLOCKS, record_bytes(NAMESPACE.payload_bytes)
+    )
+    settings = MoverSettings(mode=mover)
+    config = StackConfig(version=1, name="specimen", mover=settings, tiers=(memory, below))
+    with Stack(config, NAMESPACE) as stack:
+        found = stack.load(specimen.keys, 20.0)
+        for tier in stack.chain.tiers[:1]:
+            tier.forget(specimen.keys)
+    check_payloads(found)
+    return set(found)
+
+
+def check_payloads(found: dict[BlockKey, bytes], wanted: Sequence[BlockKey] = ()) -> None:
+    """Raise AssertionError for a block that has not its right bytes, or was not asked for."""
+    for key, data in found.items():
+        if data != payload(key, NAMESPACE):
+            raise AssertionError(f"wrong bytes were served for {key.hex()}")

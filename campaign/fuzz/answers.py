@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from campaign.fuzz.targets import Target
-from kvtier.backends.object.client.http.connection import HTTPConnection, StaleConnection
-from kvtier.backends.object.client.http.endpoint import Address
-from kvtier.backends.object.client.http.sockets import Transport
-from kvtier.backends.object.client.listing import Page, name_from_key
-from kvtier.backends.object.client.status_errors import error_code, response_error
-from kvtier.backends.object.client.xml_rows import RowParser
+from campaign.fuzz.harness import Target
+from kvtier.backends.object.stores.clouds import BucketSettings, Place
 from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.stores.reader import Reader
+from kvtier.backends.object.stores.status_errors import Response, response_error
 from kvtier.errors import MoverError
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
@@ -22,11 +19,9 @@ from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome, SlotSpec
 
 _BODY_MAX = 1 << 16
-_XML = b"""<?xml version="1.0" encoding="UTF-8"?>
-<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>true</IsTruncated>
-<NextContinuationToken>abc</NextContinuationToken><Contents><Key>kv/claims/a-b</Key>
-<LastModified>2026-11-27T00:00:00.000Z</LastModified><Size>12288</Size></Contents>
-</ListBucketResult>"""
+_SENT_MAX = 100_000
+"""Fewer bytes than a socket holds."""
+_PLACE = Place(BucketSettings(bucket="bucket"), "http://store", {}, None, None)
 _ERROR = b"<Error><Code>SlowDown</Code><Message>Reduce your rate</Message></Error>"
 _HEADS = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: x\r\n\r\nhello",
@@ -42,81 +37,35 @@ _WORDS = (
         b"\r\n\r\n",
         b"Retry-After: ",
     ),
-    *(
-        b"<Contents>",
-        b"</Contents>",
-        b"<Size>",
-        b"<!DOCTYPE a [",
-        b"<!ENTITY a 'b'>",
-        b"&a;",
-        b"%2e%2e/",
-    ),
 )
-
-
-class _Canned(Transport):
-    """What a server sends, in pieces, and then the end."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-
-    def send(self, buffers: Sequence[memoryview], wait_s: float) -> int:
-        return sum(view.nbytes for view in buffers)
-
-    def receive(self, view: memoryview, wait_s: float, *, everything: bool) -> int:
-        count = min(len(view), len(self._data), 1 << 20 if everything else 700)
-        view[:count] = self._data[:count]
-        self._data = self._data[count:]
-        return count
-
-    def close(self) -> None:
-        pass
 
 
 def targets(folder: Path) -> list[Target]:
     """All of them."""
     return [
-        *(_http(), _listing(), _deletes()),
+        _http(),
         _frames("mover's answers", _answers()),
         _frames("mover's requests", _requests()),
     ]
 
 
 def _http() -> Target:
-    def parse(data: bytes) -> None:
-        connection = HTTPConnection(_Canned(data), Address("store", 80, False))
-        connection.idle_timeout_s = 5.0
-        response = connection.request("GET", b"GET / HTTP/1.1\r\n\r\n", [], time.monotonic() + 9)
-        body = response.read(_BODY_MAX)
-        assert len(body) <= _BODY_MAX
-        if response.status >= 300:
-            error = response_error(response.status, error_code(body), response.headers, "store")
-            assert isinstance(error, StoreError)
-            assert error.retry_after_s < 1e6
-
-    typed = (StoreError, StaleConnection)
-    return Target(name="HTTP answer", corpus=_HEADS, parse=parse, typed=typed, words=_WORDS)
-
-
-def _listing() -> Target:
-    def parse(data: bytes) -> None:
-        for found in Page(data):
-            name_from_key("kv/", found.key)
-
-    return Target(name="listing", corpus=[_XML], parse=parse, typed=(StoreError,), words=_WORDS)
-
-
-def _deletes() -> Target:
-    corpus = [
-        b"<DeleteResult><Error><Key>a</Key><Code>AccessDenied</Code></Error></DeleteResult>",
-        _ERROR,
-    ]
+    """What a server sends to who reads an object, and then the end."""
+    into = [memoryview(bytearray(64))]
 
     def parse(data: bytes) -> None:
-        parser = RowParser("DeleteResult", "Error", lambda row: (row.get("Key"), row.get("Code")))
-        list(parser.rows(data))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(data[:_SENT_MAX])
+            theirs.shutdown(socket.SHUT_WR)
+            reader = Reader(_PLACE, lambda name, end: "http://store/name?x=y", lambda *_: ours)
+            found = reader.get("name", into, None, time.monotonic() + 9)
+            reader.close()
+        if isinstance(found, Response):
+            assert len(found.body) <= _BODY_MAX
+            assert isinstance(response_error(found, "store"), StoreError)
 
-    return Target(name="deletes", corpus=corpus, parse=parse, typed=(StoreError,), words=_WORDS)
+    return Target(name="HTTP answer", corpus=_HEADS, parse=parse, typed=(StoreError,), words=_WORDS)
 
 
 def _answers() -> tuple[list[bytes], object]:

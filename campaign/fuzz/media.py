@@ -1,8 +1,9 @@
-"""Parsers of what lies on a disk or in a store."""
+"""Parsers of what lies on a disk or in a store, and of figures that are kept there."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,21 @@ import msgspec
 import numpy as np
 import xxhash
 
-from campaign.damage.specimens import BLOCKS, NAMESPACE, PackSpecimen
-from campaign.fuzz.targets import Target
+from campaign.damage.specimens import BLOCKS, NAMESPACE
+from campaign.fuzz.harness import Target
+from kvtier.backends.nvme.drives import parse as parse_counters
+from kvtier.backends.nvme.wear import Entry, WriteLedger, pack
 from kvtier.backends.object import object_names
 from kvtier.backends.object.budget.claim import parse_claim
 from kvtier.backends.object.housekeeping.use_counts import used_blocks
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.object_names import manifest_prefix, uses_prefix
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.cli.copying.pack_files import PackReader
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
+from kvtier.cost import rates
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
 from kvtier.errors import FormatError
 from kvtier.record.codec import Codec, decode, encode
 from kvtier.record.record import Header, record_bytes, verify
@@ -38,8 +43,15 @@ def targets(folder: Path) -> list[Target]:
     """All of them; files lie in this folder."""
     return [
         *(_record(), _table(), _manifest(), _uses(folder), _names()),
-        *(_pack(folder), _namespace(), _retained(), *_codecs()),
+        *(_namespace(), _retained(), *_codecs()),
+        *(_budget(folder), _counters(), _rates()),
     ]
+
+
+def every_other(mend: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    """Mend every other input."""
+    turns = itertools.cycle((True, False))
+    return lambda data: mend(data) if next(turns) else data
 
 
 def resum(data: bytes, size: int) -> bytes:
@@ -51,13 +63,10 @@ def resum(data: bytes, size: int) -> bytes:
 
 
 def _record() -> Target:
-    room = blank(NAMESPACE)
-    turn = iter(range(1 << 62))
+    room, mended = blank(NAMESPACE), every_other(lambda data: resum(data, 88))
 
     def parse(data: bytes) -> None:
-        if next(turn) % 2:
-            data = resum(data, 88)
-        data = data[: len(room)]
+        data = mended(data)[: len(room)]
         room[: len(data)] = data
         record = room[: max(len(data), 4096)]
         if verify(record, _KEYS[0], _DIGEST).ok:
@@ -82,11 +91,10 @@ def _table() -> Target:
     )
     page = header.pack().ljust(layout.TABLE_AT, b"\0")
     entries = layout.pack_entries(layout.VALID, _KEYS[:8], 3, 1_700_000_000)
-    turn = iter(range(1 << 62))
+    mended = every_other(lambda data: resum(data, 52))
 
     def parse(data: bytes) -> None:
-        if next(turn) % 2:
-            data = resum(data, 52)
+        data = mended(data)
         found = layout.SlabHeader.unpack(data)
         slots = min(found.slots, max(0, (len(data) - layout.TABLE_AT) // layout.ENTRY_BYTES))
         rows = layout.read_entries(data, slots)
@@ -104,14 +112,18 @@ def _table() -> Target:
 
 def _retained() -> Target:
     """The list of retained blocks."""
-    turn = iter(range(1 << 62))
     now, kept = 1_700_000_000.0, {"session": {_KEYS[0]: 1.8e9, _KEYS[1]: 1.9e9}, "": {}}
 
+    def mend(data: bytes) -> bytes:
+        """With the right length and checksum."""
+        body = data[40:]
+        digest = xxhash.xxh3_64_intdigest(body)
+        return data[:12] + struct.pack("<IQ", len(body), digest) + _DIGEST + body
+
+    mended = every_other(lambda data: mend(data) if len(data) >= 40 else data)
+
     def parse(data: bytes) -> None:
-        if next(turn) % 2 and len(data) >= 40:  # with the right length and checksum
-            body = data[40:]
-            digest = xxhash.xxh3_64_intdigest(body)
-            data = data[:12] + struct.pack("<IQ", len(body), digest) + _DIGEST + body
+        data = mended(data)
         retained = RetainedBlocks(lambda: now)
         retained.allow(8)
         retained.restore(kept_file.decode(data, _DIGEST))
@@ -139,12 +151,10 @@ def _resummed(data: bytes) -> bytes:
 
 
 def _manifest() -> Target:
-    turn = iter(range(1 << 62))
+    mended = every_other(_resummed)
 
     def parse(data: bytes) -> None:
-        if next(turn) % 2:
-            data = _resummed(data)
-        entries, _ = manifest.unpack(memoryview(data), _DIGEST)
+        entries, _ = manifest.unpack(memoryview(mended(data)), _DIGEST)
         manifest.fingerprints(entries)
 
     covers = [f"{_WRITER}-{number:010d}" for number in range(3)]
@@ -159,10 +169,10 @@ def _uses(folder: Path) -> Target:
     path.parent.mkdir(parents=True)
     whole, other = _packed(manifest.USED, []), f"{_WRITER}-0000000002"
     path.with_name(other).write_bytes(whole)
-    turn = iter(range(1 << 62))
+    mended = every_other(_resummed)
 
     def parse(data: bytes) -> None:
-        path.write_bytes(_resummed(data) if next(turn) % 2 else data)
+        path.write_bytes(mended(data))
         found = used_blocks(store, NAMESPACE)
         assert found is not None
         # One that says that it includes the other one stands for it.
@@ -197,46 +207,6 @@ def _names() -> Target:
     return Target(name="names and claims", corpus=corpus, parse=parse, typed=(), words=words)
 
 
-def _pack(folder: Path) -> Target:
-    from support.tiers import subjects
-
-    specimen = PackSpecimen("pack", subjects.MEMORY, folder / "packs")
-    (whole,) = specimen.files.values()
-    (older,) = specimen.older.values()
-    path = folder / "fuzzed.kvt"
-    # So short that an input has room for a head, two records and an end.
-    head = whole.index(b"KVTBLK\r\n")
-    end = whole.rindex(b"KVTPEND\n")
-    small = older[:head] + older[head : head + 12288] + whole[end:]
-    turn = iter(range(1 << 62))
-
-    def parse(data: bytes) -> None:
-        text = int.from_bytes(data[12:16], "little")
-        path.write_bytes(resum(data, 16 + text) if next(turn) % 2 and text < 8192 else data)
-        reader = PackReader(path)
-        try:
-            found = list(reader.found())
-            if reader.namespace == NAMESPACE:
-                records = [blank(NAMESPACE) for _ in found[:8]]
-                keys = [key for key, _ in found[:8]]
-                outcomes = reader.read([at for _, at in found[:8]], keys, records)
-                for key, record, outcome in zip(keys, records, outcomes, strict=True):
-                    if outcome.ok:
-                        prove(record, key, NAMESPACE)
-        finally:
-            reader.close()
-
-    words = [b"KVTPEND\n", b"KVTPUSE\n", b"KVTBLK\r\n", b"KVTPACK\n"]
-    return Target(
-        name="pack",
-        corpus=[small, whole[: head + 4096] + whole[end:]],
-        parse=parse,
-        typed=(FormatError,),
-        words=words,
-        share=0.1,
-    )
-
-
 def _namespace() -> Target:
     def parse(data: bytes) -> None:
         found = Namespace.from_json(data)
@@ -264,3 +234,79 @@ def _codecs() -> list[Target]:
         name = f"codec {codec.name.lower().replace('_', '-')}"
         found.append(Target(name=name, corpus=corpus, parse=parsing(codec), typed=(FormatError,)))
     return found
+
+
+_NOW = 1_700_000_000.0
+_RATE, _BURST = 1e6, 3.6e9
+_JSON = (b'"', b"[", b"]", b"{", b"}", b"null", b"1e999", b"-1", b"[[[[", b'"\\ud800"', b"NaN")
+
+
+def _budget(folder: Path) -> Target:
+    """As an engine's keeper leases from it, because a file that cannot be read is mended there."""
+    root = folder / "budget"
+    root.mkdir()
+    ledger = WriteLedger(root, _RATE, _BURST, lambda: _NOW)
+    mended = every_other(lambda data: resum(data, 56))
+
+    def parse(data: bytes) -> None:
+        ledger.path.write_bytes(mended(data))
+        granted, told = ledger.exchange(4096.0, 1e8)
+        assert 0.0 <= granted <= 1e8
+        assert told.level <= _BURST
+        left = ledger.look()
+        assert left is None or left.level <= _BURST
+        granted, told = ledger.exchange(0.0, -4096.0, 1.0)
+        assert granted == -4096.0
+        assert told.level <= _BURST
+
+    entries = [Entry(_RATE, _BURST, level, _NOW - 9, 1e12, _NOW - 1e6) for level in (1e9, -1e6)]
+    numbers = [struct.pack("<d", value) for value in (0.0, -1.0, 1e24, 1e308, 5e-324)]
+    words = [*numbers, struct.pack("<d", float("nan")), struct.pack("<d", float("inf"))]
+    return Target(
+        name="write budget",
+        corpus=[pack(entry) for entry in entries],
+        parse=parse,
+        typed=(),
+        words=words,
+        share=0.2,
+    )
+
+
+def _counters() -> Target:
+    """What nvme-cli answers."""
+
+    def parse(data: bytes) -> None:
+        drive = parse_counters("/dev/nvme0n1", data)
+        assert bool(drive.problem) == (drive.written is None)
+        assert drive.written is None or drive.written >= 0
+        assert drive.percent_used is None or 0 <= drive.percent_used <= 255
+
+    corpus = [
+        b'{"critical_warning": 0, "percent_used": 3, "data_units_written": 123456}',
+        b'{"data_units_written": "18446744073709551615", "percent_used": "255"}',
+    ]
+    words = [*_JSON, b'"data_units_written": ', b"percent_used", b"1_0", "٣".encode()]
+    return Target(name="drive's counters", corpus=corpus, parse=parse, typed=(), words=words)
+
+
+def _rates() -> Target:
+    """Kept rates, and a cost model that begins with them."""
+    owner = Owner("machine", "device", "model", "stack")
+    links = {"nvme": SavedLink(0.001, 0.2), "device": SavedLink(0.0, 0.05)}
+    prefill = SavedPrefill(0.01, 0.001, 8192)
+
+    def parse(data: bytes) -> None:
+        kept = rates.decode(data)
+        model = CostModel(clock=lambda: _NOW)
+        model.recall(kept.rates)
+        model.publish()
+        again = rates.decode(rates.encode(owner, model.latest))
+        assert again.rates == model.latest
+
+    return Target(
+        name="kept rates",
+        corpus=[rates.encode(owner, Rates(links, prefill))],
+        parse=parse,
+        typed=(ValueError,),
+        words=_JSON,
+    )

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from campaign.fuzz.targets import Target
+from campaign.fuzz.harness import Target
+from kvtier.cli.expectations import read_shape
+from kvtier.cli.trace_simulation import read_trace
 from kvtier.config import load
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.eviction.traces import read_trace
-from kvtier.observe.kv_shape import read_shape
-from kvtier.vllm.hints import Action, Understanding
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.hints import Action, HintParser
+from kvtier.vllm.identity.prompts import read_prompts
 
 _STACK = b"""version: 1
 name: fuzz
@@ -88,11 +88,11 @@ def _hints() -> Target:
 
     def parse(data: bytes) -> None:
         said = msgspec.json.decode(data)
-        Understanding().wishes(said, [])
+        HintParser().parse(said, [])
         actions = said.get("actions") if isinstance(said, dict) else said
         for each in actions if isinstance(actions, list) else []:
-            Understanding().wishes(None, [Action("kv.retain", "1.0", each)])
-            Understanding().wishes(each, [Action("kv.release", "1.0", each)])
+            HintParser().parse(None, [Action("kv.retain", "1.0", each)])
+            HintParser().parse(each, [Action("kv.release", "1.0", each)])
 
     no_json = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the server answers that
     return Target(name="hints", corpus=[_HINTS], parse=parse, typed=no_json, words=_JSON)

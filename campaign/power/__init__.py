@@ -2,5 +2,4 @@
 
 - `recorder.c`: preloaded, it records every change that a process makes below a folder, in order.
 - `recording`: reads such a record, and builds what a crash at any moment may leave of it.
-- `life`: the process that is recorded.
 """

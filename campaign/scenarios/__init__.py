@@ -1,20 +1,15 @@
-"""The scenarios, by name; one file each."""
+"""The scenarios, by name."""
 
 from __future__ import annotations
 
 from campaign.round import Scenario
-from campaign.scenarios.clocks import Clocks
-from campaign.scenarios.commands import Commands
 from campaign.scenarios.damage import Damage
-from campaign.scenarios.day import Day
-from campaign.scenarios.disks import Disks
-from campaign.scenarios.kills import Kills
-from campaign.scenarios.limits import Limits
+from campaign.scenarios.kills import Commands, Kills, Movers
+from campaign.scenarios.limits import Disks, Limits
 from campaign.scenarios.media import Media
-from campaign.scenarios.movers import Movers
 from campaign.scenarios.power import Power
-from campaign.scenarios.serving import Serving, ServingDay
-from campaign.scenarios.shared import Bucket, Shared
+from campaign.scenarios.serving import Day, Serving, ServingDay
+from campaign.scenarios.shared import Bucket, Clocks, Shared
 
 SCENARIOS: dict[str, Scenario] = {
     each.name: each

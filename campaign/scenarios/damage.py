@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from campaign.damage import files as whole_files
-from campaign.damage import records, serving
-from campaign.damage.specimens import NAMESPACE, SPECIMENS, PackSpecimen, Place, Specimen, kind_of
+from campaign.damage import records, specimens
+from campaign.damage.specimens import SPECIMENS, Place, Specimen, kind_of
 from campaign.round import Round, Scenario
-from kvtier.cli.copying.pack_files import PackReader
 from kvtier.errors import FormatError, MediumError
-from kvtier.testing.subject import blank, prove
 from kvtier.types import BlockKey, Outcome
 
 _PASSES = 1600
@@ -37,8 +35,7 @@ class Damage(Scenario):
 
     def play(self, round: Round) -> None:
         kind = list(SPECIMENS)[round.number % len(SPECIMENS)]
-        make, subject = SPECIMENS[kind]
-        specimen = make(kind, subject, round.folder / "medium")
+        specimen = Specimen(kind, SPECIMENS[kind], round.folder / "medium")
         outside = round.folder / "outside"
         outside.write_bytes(b"not kvtier's")
         specimen.restore(specimen.files)
@@ -69,20 +66,6 @@ def _pool(specimen: Specimen) -> list[bytes]:
 def _opened(specimen: Specimen) -> tuple[Read, Callable[[], None]]:
     """A medium that stays open while its bytes change; how all its blocks are read, and closed."""
     keys = [place.key for place in specimen.places]
-    into = [blank(NAMESPACE) for _ in keys]
-    if isinstance(specimen, PackSpecimen):
-        reader = PackReader(specimen.folder / specimen.places[0].path)
-        at = [place.at for place in specimen.places]
-
-        def read_pack() -> dict[BlockKey, Outcome]:
-            outcomes = reader.read(at, keys, into)
-            judged = zip(keys, into, outcomes, strict=True)
-            return {
-                key: prove(record, key, NAMESPACE) if outcome.ok else outcome
-                for key, record, outcome in judged
-            }
-
-        return read_pack, reader.close
     rig = specimen.rig(specimen.folder)
     resident = rig.resident(keys)
     assert resident == keys, f"{specimen.kind}: {len(resident)} of {len(keys)} blocks are there"
@@ -160,10 +143,7 @@ def _damage_files(round: Round, specimen: Specimen, outside: Path, *, stacked: b
         note("file", whole_files.become_odd(dice, specimen.folder, sorted(state), outside))
     round.counts["openings of damaged media"] += 1
     before = len(round.findings)
-    typed: list[type[Exception]] = [MediumError, FormatError]
-    if isinstance(specimen, PackSpecimen):  # a person names the file, and its command says why
-        typed.append(OSError)
-    with round.expected(f"{specimen.kind} opened", *typed):
+    with round.expected(f"{specimen.kind} opened", MediumError, FormatError):
         served = _serve(specimen, round.folder, stacked=stacked)
         round.counts["blocks served beside damage"] += len(served)
     round.findings[before:] = [f"after {said}: {each}" for each in round.findings[before:]]
@@ -176,10 +156,8 @@ def _count(round: Round, medium: str, kind: str, what: str) -> None:
 
 
 def _serve(specimen: Specimen, folder: Path, *, stacked: bool) -> set[BlockKey]:
-    if isinstance(specimen, PackSpecimen):
-        return serving.by_reader(specimen)
     if not stacked:
-        return serving.by_tier(specimen)
+        return specimens.by_tier(specimen)
     host = folder / "host"
     host.mkdir(exist_ok=True)
-    return serving.by_stack(specimen, host)
+    return specimens.by_stack(specimen, host)

@@ -1,29 +1,163 @@
-"""Descriptors, threads, memory and lengths of files at their limits, in the process that serves."""
+"""What a whole stack lives on, and lacks: file systems that fill up, turn read-only, go and come
+back; and descriptors, threads, memory and lengths of files at their limits."""
 
 from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
 
 from campaign.children import Child, Say
 from campaign.round import Round, Scenario
-from campaign.stacks import described, idle, payloads, wrong_in
+from campaign.stacks import SLOT, described, lacking_full_service, use
 from kvtier import Stack
-from kvtier.errors import KVTierError
-from kvtier.testing.subject import NAMESPACE, make_keys
+from kvtier.errors import ConfigErrors, KVTierError, MediumError
+from kvtier.testing.subject import NAMESPACE
 
 _BLOCKS = 64
-_SPELLS = 10
-_STEPS = 10
+_SPELLS = 6
+_STEPS = 12
+_ROOM = 2 * _BLOCKS * SLOT + (4 << 20)
+_LIMITS, _USES = 10, 10
 _SLACK_BYTES = 4 << 20
 _TYPED = (KVTierError, OSError, MemoryError, RuntimeError)
 """What a caller may get who has no memory, thread or file left: Python's own say so."""
+
+
+class Disks(Scenario):
+    name = "disks"
+    about = (
+        "The folder of the NVMe tier and that of the store are file systems of their own (tmpfs): "
+        "others fill one up, it is mounted read-only, or it is away for a while, under "
+        "a stack that serves, or before one that opens. At every moment right bytes or a "
+        "miss, nothing raised but what is typed; and full service once all is well."
+    )
+    limit_s = 240.0
+
+    def play(self, round: Round) -> None:
+        config = described(round.folder, blocks=_BLOCKS)
+        mounts = [Mount(round.folder / name) for name in ("nvme", "store")]
+        if not all(mount.attach() for mount in mounts):
+            round.counts["no right to mount here"] += 1
+            return
+        try:
+            self._spells(round, config, mounts)
+        finally:
+            for mount in mounts:
+                mount.detach()
+
+    def _spells(self, round: Round, config: dict[str, Any], mounts: list[Mount]) -> None:
+        stack = Stack.open(config, NAMESPACE)
+        try:
+            for _ in range(_SPELLS):
+                mount = round.dice.choice(mounts)
+                trouble = round.dice.choice((mount.filled, mount.read_only, mount.away))
+                said = f"{mount.path.name} {trouble.__name__}"
+                round.counts[f"spells, {said}"] += 1
+                again = round.dice.random() < 0.4
+                with trouble():
+                    _use(round, stack, said)
+                    if again:
+                        stack = _reopened(round, stack, config)
+                        _use(round, stack, f"{said}, and opened anew")
+                if again:  # what opened amid it may lack a tier, or have it in another place
+                    stack = _reopened(round, stack, config)
+                _use(round, stack, f"after {said}")
+            lacking = lacking_full_service(stack, 10**9)
+            round.check(not lacking, f"when all was well again: {lacking}")
+            round.counts["full service afterwards"] += len(stack.chain.tiers)
+        finally:
+            stack.close()
+
+
+class Mount:
+    """A file system, and the folder at which it is found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._device = path.with_name(f"{path.name}-device")
+        for folder in (path, self._device):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def attach(self) -> bool:
+        """False if this is not allowed here."""
+        options = f"size={_ROOM},mode=700"
+        made = _run("mount", "-t", "tmpfs", "-o", options, "kvtier-campaign", str(self._device))
+        return made and self._bind()
+
+    def _bind(self) -> bool:
+        return _run("mount", "--bind", str(self._device), str(self.path))
+
+    def detach(self) -> None:
+        """At once, though files are open."""
+        for folder in (self.path, self._device):
+            _run("umount", "--lazy", str(folder))
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Somebody else has taken all the room."""
+        others = self.path / "others"
+        with suppress(OSError), others.open("wb") as file:
+            while True:
+                file.write(bytes(SLOT))
+                file.flush()
+        try:
+            yield
+        finally:
+            others.unlink(missing_ok=True)
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """For whoever opens a file from now on; the kernel has no way to take open ones back."""
+        here = str(self.path)
+        assert _run("mount", "--bind", here, here)
+        assert _run("mount", "-o", "remount,bind,ro", here)
+        try:
+            yield
+        finally:
+            assert _run("umount", "--lazy", here)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """As a network's or a cable's: it comes back as it was. (Another one in its place is not
+        used until the engine is started again.)"""
+        assert _run("umount", "--lazy", str(self.path))
+        try:
+            yield
+        finally:
+            assert self._bind()
+
+
+def _run(*command: str) -> bool:
+    return not subprocess.run(command, capture_output=True, check=False).returncode
+
+
+def _use(round: Round, stack: Stack, when: str) -> None:
+    for _ in range(_STEPS):
+        with round.expected(f"use while {when}"):
+            loaded, stored, wrong = use(stack, round.dice, _BLOCKS, 10.0)
+            round.counts["blocks loaded and proved"] += loaded
+            round.counts["blocks stored"] += stored
+            round.check(not wrong, f"while {when}: wrong bytes for {wrong}")
+
+
+def _reopened(round: Round, stack: Stack, config: dict[str, Any]) -> Stack:
+    """Open it again; where it is refused with a sentence, without the tier that cannot be had."""
+    stack.close()
+    for without in ((), ("nvme",), ("object",), ("nvme", "object")):
+        tiers = [tier for tier in config["tiers"] if tier["kind"] not in without]
+        try:
+            return Stack.open(config | {"tiers": tiers}, NAMESPACE)
+        except (MediumError, ConfigErrors):
+            round.counts["openings refused with a sentence"] += 1
+    raise AssertionError("host memory alone cannot be opened")
 
 
 class Limits(Scenario):
@@ -57,7 +191,7 @@ class Limits(Scenario):
 def _serve(say: Say, config: dict[str, Any], seed: int) -> None:
     dice = Random(seed)
     stack = Stack.open(config, NAMESPACE)
-    for number in range(_SPELLS):
+    for number in range(_LIMITS):
         limit = dice.choice((no_descriptors, no_threads, little_memory, short_files))
         opens = dice.random() < 0.3
         say(f"spell {limit.__name__}{', opening' if opens else ''}")
@@ -68,11 +202,13 @@ def _serve(say: Say, config: dict[str, Any], seed: int) -> None:
             stack = Stack.open(config, NAMESPACE)
         else:
             with limit():
-                for _ in range(_STEPS):
+                for _ in range(_USES):
                     with _noted(say):
-                        _use(say, stack, dice)
+                        loaded, _, wrong = use(stack, dice, _BLOCKS, 5.0)
+                        say(f"wrong bytes for {wrong}" if wrong else f"loaded {loaded}")
                     say("step 1")
-        _full_service(say, stack, number)
+        lacking = lacking_full_service(stack, (number + 1) * 10**8)
+        say(f"wrong: afterwards {lacking}" if lacking else "full 1")
     stack.close()
 
 
@@ -83,41 +219,6 @@ def _noted(say: Say) -> Iterator[None]:
     except _TYPED as error:
         with suppress(*_TYPED):
             say(f"typed {type(error).__name__}")
-
-
-def _use(say: Say, stack: Stack, dice: Random) -> None:
-    universe = make_keys(3 * _BLOCKS)
-    start = dice.randrange(len(universe))
-    some = universe[start : start + 8]
-    found = stack.load(some, 5.0)
-    if wrong := wrong_in(found):
-        say(f"wrong bytes for {wrong}")
-    say(f"loaded {len(found)}")
-    stack.store(payloads([key for key in some if key not in found]))
-    if dice.random() < 0.3:  # else all would be found in memory
-        stack.chain.tiers[0].forget(universe)
-
-
-def _full_service(say: Say, stack: Stack, number: int) -> None:
-    """All tiers keep what is stored now."""
-    for attempt in range(20):
-        keys = make_keys(8, start=(number * 100 + attempt + 1) * 10**6)
-        stack.store(payloads(keys))
-        idle(stack)
-        stack.settle(10.0)
-        places = [[at.name for at in tier.lookup(keys)] for tier in stack.chain.tiers]
-        if all(at == ["HIT"] * len(keys) for at in places):
-            stack.chain.tiers[0].forget(keys)
-            if (found := len(stack.load(keys, 20.0))) == len(keys):
-                say("full 1")
-                return
-            say(f"wrong: only {found} of {len(keys)} blocks are loaded afterwards")
-            return
-        stack.mover.wait(0.3)
-    say(f"wrong: afterwards tiers keep no more than {places}")
-
-
-Limit = Callable[[], Any]
 
 
 @contextmanager

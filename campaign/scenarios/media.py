@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
+from functools import partial
 
 from support.object.faulty_store import Fault, FaultPlan, FaultySubject
 from support.tiers import subjects
 
 from campaign.round import Round, Scenario
+from campaign.stacks import wrong_clock
 from kvtier.errors import MediumError
 from kvtier.testing import faults
 from kvtier.testing.faults import SURVIVABLE
@@ -61,7 +61,7 @@ class Media(Scenario):
             jump = round.dice.uniform(-6, 6) * _HOUR_S if round.dice.random() < 0.5 else 0.0
             round.counts["spells"] += 1
             round.counts["spells with a clock that jumps"] += jump != 0.0
-            with _clock(jump):
+            with wrong_clock(partial(int, jump * 1e9)):
                 try:
                     _use(round, rig)
                     if round.dice.random() < 0.2:
@@ -137,18 +137,3 @@ def _full_service(round: Round, rig: Rig) -> None:
     rig.reopen()
     round.check(rig.get(new) == new, "the next life does not serve what was stored last")
     round.counts["full service afterwards"] += 1
-
-
-@contextmanager
-def _clock(off_s: float) -> Iterator[None]:
-    """Have the wall clock off by so much."""
-    now, now_ns = time.time, time.time_ns
-
-    def wrong() -> float:
-        return now() + off_s
-
-    def wrong_ns() -> int:
-        return now_ns() + int(off_s * 1e9)
-
-    with mock.patch.object(time, "time", wrong), mock.patch.object(time, "time_ns", wrong_ns):
-        yield

@@ -1,4 +1,7 @@
-"""The machine stops at random moments of a life; what was not synced is lost, or there in part."""
+"""The machine stops at random moments of a life; what was not synced is lost, or there in part.
+
+The life that is recorded, preloaded: `python -m campaign.scenarios.power MEDIUM FOLDER SEED`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,60 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
+from support.object import object_subjects
+from support.tiers import subjects
+
 import campaign.power
-from campaign.power.life import MEDIA, NOTES
+from campaign.crash import BLOCKS, Ledger, Moment, Writer
 from campaign.power.recording import Loss, Recording
 from campaign.round import Round, Scenario
-from kvtier.testing.crash_campaign import Books
-from kvtier.testing.crash_processes import BLOCKS
-from kvtier.testing.subject import Rig, make_keys
+from kvtier.backends.nvme import NvmeSettings
+from kvtier.settings import Durability
+from kvtier.testing.subject import Rig, Subject, make_keys
+
+NOTES = "notes"
+
+
+class PowerSafe(subjects.NvmeSubject):
+    """A folder whose committed blocks survive a loss of power."""
+
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> NvmeSettings:
+        return _power_safe(super().settings(folder, blocks, record_bytes))
+
+
+class PowerSafeSlabs(subjects.SlabsSubject):
+    """The same in several slabs."""
+
+    def settings(self, folder: Path, blocks: int, record_bytes: int) -> NvmeSettings:
+        return _power_safe(super().settings(folder, blocks, record_bytes))
+
+
+def _power_safe(settings: NvmeSettings) -> NvmeSettings:
+    return msgspec.structs.replace(settings, durability=Durability.POWER)
+
+
+MEDIA: dict[str, Subject] = {
+    "nvme, power": PowerSafe(),
+    "nvme slabs, power": PowerSafeSlabs(),
+    "nvme, process": subjects.NVME,
+    "object folder": object_subjects.FOLDER,
+}
+
+
+def main() -> None:
+    """Store, load and drop, and report each deed into a file that is recorded like the others."""
+    medium, folder, seed = sys.argv[1:]
+    notes = os.open(f"{folder}/{NOTES}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def say(text: str) -> None:
+        os.write(notes, f"{text}\n".encode())
+
+    Writer(MEDIA[medium], Path(folder), say, int(seed)).live(Moment("call", -1))
+
 
 _CRASHES = 60
 _SOURCE = Path(campaign.power.__file__).with_name("recorder.c")
@@ -51,7 +99,7 @@ def _record(round: Round, medium: str) -> Recording:
     build = ["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), str(_SOURCE)]
     subprocess.run(build, check=True, capture_output=True)
     done = subprocess.run(
-        [sys.executable, "-m", "campaign.power.life", medium, str(root), str(round.number)],
+        [sys.executable, "-m", "campaign.scenarios.power", medium, str(root), str(round.number)],
         env=os.environ
         | {"LD_PRELOAD": str(shim), "POWER_ROOT": str(root), "POWER_LOG": str(log)}
         | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -70,17 +118,17 @@ def _crash(round: Round, medium: str, recording: Recording, cut: int, loss: Loss
     root = round.folder / "root"
     root.mkdir()
     recording.crash(cut, loss, round.dice).write(root)
-    books = Books()
-    books.read([recording.said(cut)])
-    keys = sorted(books.possible)
+    ledger = Ledger()
+    ledger.read([recording.said(cut)])
+    keys = sorted(ledger.possible)
     when = f"{medium}: a crash at change {cut}, of the rest {loss.value} lost"
     round.counts["crashes"] += 1
     round.counts[f"crashes, {medium}"] += 1
     round.counts[f"crashes, lost: {loss.value}"] += 1
     try:
-        with Closing(Rig(MEDIA[medium], root, blocks=BLOCKS)) as rig:
+        with closing(Rig(MEDIA[medium], root, blocks=BLOCKS)) as rig:
             served = set(rig.get(keys))
-            lost = books.due - served
+            lost = ledger.due - served
             new = make_keys(2, start=10**14)
             round.check(rig.put(new) == new, f"{when}: nothing can be stored")
             rig.check_room()
@@ -91,22 +139,13 @@ def _crash(round: Round, medium: str, recording: Recording, cut: int, loss: Loss
         shutil.rmtree(root)
     round.counts["blocks proved after a crash"] += len(served)
     if medium.endswith("power"):
-        held = len(lost) <= books.slack
-        round.check(held, f"{when}: {len(lost)} of {len(books.due)} committed blocks are lost")
-        round.counts["committed blocks due after a crash, durability: power"] += len(books.due)
+        held = len(lost) <= ledger.slack
+        round.check(held, f"{when}: {len(lost)} of {len(ledger.due)} committed blocks are lost")
+        round.counts["committed blocks due after a crash, durability: power"] += len(ledger.due)
     else:
         round.counts[f"committed blocks lost, as may be, {medium}"] += len(lost)
-        round.counts[f"committed blocks, {medium}"] += len(books.due)
+        round.counts[f"committed blocks, {medium}"] += len(ledger.due)
 
 
-class Closing:
-    """A rig that is closed whatever happens."""
-
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-
-    def __enter__(self) -> Rig:
-        return self._rig
-
-    def __exit__(self, *_: object) -> None:
-        self._rig.close()
+if __name__ == "__main__":
+    main()

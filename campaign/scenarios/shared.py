@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -16,9 +16,8 @@ from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
 from campaign.children import Child, Say
 from campaign.round import Round, Scenario
-from campaign.stacks import SLOT, described, payloads, wrong_in
+from campaign.stacks import SLOT, described, payloads, run_command, wrong_clock, wrong_in
 from kvtier import Stack
-from kvtier.cli import app
 from kvtier.testing.subject import NAMESPACE, make_keys
 
 _ENGINES = 8
@@ -188,18 +187,9 @@ def _sizes(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def _command(round: Round, stack: Path) -> Child:
-    text = round.dice.choice(_COMMANDS).format(backup=f"file://{stack.parent}/backup")
-
-    def work(say: Say) -> None:
-        out = os.open(stack.with_name("said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        say(f"command {text}")
-        code = app.run([*text.split(), "-c", str(stack)])
-        said = stack.with_name("said").read_text(errors="replace")[:2000].replace("\n", " ")
-        say(f"ended {code} {said if code else ''}")
-
-    return Child(work)
+    return run_command(
+        stack, round.dice.choice(_COMMANDS).format(backup=f"file://{stack.parent}/backup")
+    )
 
 
 def _judge(round: Round, child: Child | None) -> None:
@@ -214,3 +204,35 @@ def _judge(round: Round, child: Child | None) -> None:
     round.check(bad is None, f"{command} found bad records: {ended}")
     if fine and ended[0].split()[0] == "1":
         round.counts["found or could not read something"] += 1
+
+
+_JUMP_EVERY_S = 0.7
+_HOURS = 12.0
+
+
+class Clocks(Shared):
+    name = "clocks"
+    about = (
+        "As `shared`, and the clock of each engine is wrong: by up to twelve hours either way, and "
+        f"by others every {_JUMP_EVERY_S} s, while those of its files and of the commands are "
+        "right. Budgets hold at every look, and nothing wrong is served; a block may leave sooner "
+        "or later than its turn."
+    )
+
+    def _serve(self, say: Say, config: dict[str, Any], seed: int) -> None:
+        with wrong_clock(_jumping(seed)):
+            serve(say, config, seed)
+
+
+def _jumping(seed: int) -> Callable[[], int]:
+    """How wrong a clock is: by something else every now and then; nanoseconds."""
+    offs = dict[int, int]()
+
+    def off_ns() -> int:
+        spell = int(time.monotonic() / _JUMP_EVERY_S)
+        if spell not in offs:
+            hours = Random(f"{seed} {spell}").uniform(-_HOURS, _HOURS)
+            offs[spell] = int(hours * 3600e9)
+        return offs[spell]
+
+    return off_ns

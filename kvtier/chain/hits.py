@@ -10,7 +10,7 @@ from kvtier.chain.ledger import Move
 from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE, plan_runs
 from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 from kvtier.types import BlockKey
 
 
@@ -146,7 +146,7 @@ OFFERS_MAX = 32
 """How finely the cost model looks at a long prompt."""
 
 
-class Room(NamedTuple):
+class HitRoom(NamedTuple):
     """What host memory and the mover can take in."""
 
     slots: int
@@ -167,7 +167,7 @@ def stops(
     origins: Sequence[Sequence[int]],
     start: int,
     limit: int,
-    room: Room,
+    room: HitRoom,
 ) -> tuple[list[int], bool]:
     """Where a hit that begins at `start` may end: at `limit` tokens at most, with all that it needs
     at hand, and with room for it. And whether with more room it could reach further."""
@@ -195,7 +195,7 @@ def stops(
 
 
 def _from(
-    tier: int, spans: Sequence[Span], origins: Sequence[Sequence[int]], room: Room
+    tier: int, spans: Sequence[Span], origins: Sequence[Sequence[int]], room: HitRoom
 ) -> Iterable[list[bool]]:
     """Group by group, which blocks would have to be moved in from a tier."""
     for span, column in zip(spans, origins, strict=True):
@@ -231,7 +231,7 @@ def offers(
                 if count:
                     blocks[link] = blocks.get(link, 0) + count
                     sizes[link] = sizes.get(link, 0) + count * span.bytes
-        made.append(Offer(stop, [Run(link, blocks[link], sizes[link]) for link in blocks]))
+        made.append(Offer(stop, [LoadRun(link, blocks[link], sizes[link]) for link in blocks]))
     return made
 
 
@@ -315,7 +315,7 @@ class HitPlanner:
         origins: Sequence[Sequence[int]],
         start: int,
         limit: int,
-        room: Room,
+        room: HitRoom,
         decision: Decision,
     ) -> int:
         """Up to which token to take the hit of a request with several groups, or with windows."""

@@ -24,8 +24,8 @@ class Ledger:
         self._moves: dict[int, Move] = {}
         self._tickets: dict[Ticket, None] = {}
         self._stores: dict[BlockKey, bool] = {}
-        self._held = Held()
-        self.unproved = Unproved(tiers)
+        self._held = HeldSlots()
+        self.deferred_verification = DeferredVerification(tiers)
         self.loading = [0] * len(tiers)
         """Blocks of each tier that are on their way into host memory for somebody."""
         self.joinable: dict[BlockKey, Move] = {}
@@ -96,7 +96,7 @@ class Ledger:
         if move is None:
             return None
         if ticket.proves:
-            self.unproved.came(move.keys, source)
+            self.deferred_verification.add(move.keys, source)
         self.joinable.update(dict.fromkeys(move.keys, move))
         ticket.wait_for(move)
         ticket.pending.update(move.keys)
@@ -136,12 +136,12 @@ class Ledger:
         if pinned:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
-            blamed = self.unproved.blame(blamed)
+            blamed = self.deferred_verification.blame(blamed)
             self._tiers[HOST].complete_load(pinned, blamed or None)
             if blamed:
                 self.note_dropped(blamed)
         if failed and unsettled:
-            self._spoil(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
+            self._void_blocks(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
         self._unhold(ticket, held)
         ticket.pinned = kept
         ticket.unsettled = ticket.unsettled - unsettled
@@ -162,11 +162,11 @@ class Ledger:
         self.abandoned.difference_update(free)
         self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
 
-    def _spoil(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
+    def _void_blocks(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for move in ticket.moves:
             bad = failed.keys() & set(move.keys)
             if bad:
-                move.spoiled.update((key, failed[key]) for key in bad)
+                move.voided.update((key, failed[key]) for key in bad)
                 self.abandon([move.transfer.id])
 
     def abandon(self, ids: Iterable[int]) -> list[int]:
@@ -238,7 +238,7 @@ class Ledger:
         taken = self._tiers[tier].prepare_store(keys, evict=evict)
         if taken.evicted:
             if tier == HOST:
-                self.unproved.ended(taken.evicted)
+                self.deferred_verification.remove(taken.evicted)
             for key in taken.evicted if self.promised else ():
                 self.promised.pop(key, None)
             if tier in self.watched:
@@ -254,19 +254,19 @@ class Ledger:
         self._moves[transfer.id].waiters = []
         self._close(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
 
-    def settle(self, result: TransferResult) -> Settled | None:
+    def settle(self, result: TransferResult) -> SettledMove | None:
         """Commit what arrived, abort what did not; None for a transfer that is not ours."""
         return self._close(result.id, result.outcomes) if result.id in self._moves else None
 
-    def _close(self, id: int, outcomes: list[Outcome]) -> Settled:
+    def _close(self, id: int, outcomes: list[Outcome]) -> SettledMove:
         move = self._moves.pop(id)
         keys = move.keys
         failed: dict[BlockKey, Outcome] = {}
         if outcomes.count(Outcome.OK) != len(keys):
             reported = [*outcomes, *[Outcome.DROPPED] * (len(keys) - len(outcomes))]
             failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
-        blamed = self.unproved.settled(move, failed)
-        failed = {**move.spoiled, **failed}
+        blamed = self.deferred_verification.settled(move, failed)
+        failed = {**move.voided, **failed}
         self._tiers[move.transfer.source].complete_load(keys, blamed or None)
         if blamed and move.transfer.source == HOST:
             self.note_dropped(blamed)
@@ -279,7 +279,7 @@ class Ledger:
         ended = self._hold(move, failed) if failed and move.waiters else keys
         self._tiers[move.transfer.target].complete_store(ended, failed or None)
         landed = [ticket for ticket in move.waiters if self._land(ticket, move, failed)]
-        return Settled(move, committed, failed, blamed, landed)
+        return SettledMove(move, committed, failed, blamed, landed)
 
     def _hold(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> list[BlockKey]:
         """Keep the slots of failed blocks that somebody may be reading; answers with the rest."""
@@ -358,8 +358,8 @@ class Ledger:
         """Moves of these keys between tiers shall not make them visible."""
         chosen = set(keys)
         for move in self._moves.values():
-            move.spoiled.update(dict.fromkeys(chosen.intersection(move.keys), Outcome.CANCELLED))
-        self.abandon([id for id, move in self._moves.items() if move.spoiled])
+            move.voided.update(dict.fromkeys(chosen.intersection(move.keys), Outcome.CANCELLED))
+        self.abandon([id for id, move in self._moves.items() if move.voided])
 
     def void_all(self) -> list[int]:
         """Nothing that is on its way in shall become visible, be it moving or being stored.
@@ -367,15 +367,15 @@ class Ledger:
         Answers with the transfers that are for nothing now.
         """
         for move in self._moves.values():
-            move.spoiled = dict.fromkeys(move.keys, Outcome.CANCELLED)
+            move.voided = dict.fromkeys(move.keys, Outcome.CANCELLED)
         self._stores = dict.fromkeys(self._stores, False)
-        self.unproved.clear()
+        self.deferred_verification.clear()
         return self.abandon(list(self._moves))
 
     def note_dropped(self, keys: Iterable[BlockKey]) -> None:
         """Host memory has dropped these keys; those that are pinned still take up their slots."""
         keys = set(keys)
-        self.unproved.ended(keys)
+        self.deferred_verification.remove(keys)
         self.dropped_pinned.update(keys.intersection(self.pinned(HOST)))
 
     def pinned(self, tier: int) -> list[BlockKey]:
@@ -523,8 +523,8 @@ class Move:
         "joinable",
         "keys",
         "prefetch",
-        "spoiled",
         "transfer",
+        "voided",
         "waiters",
     )
 
@@ -537,11 +537,11 @@ class Move:
         self.keys = transfer.keys
         self.joinable = transfer.kind is TransferKind.LOAD
         self.waiters: list[Ticket] = []
-        self.spoiled: dict[BlockKey, Outcome] = {}
+        self.voided: dict[BlockKey, Outcome] = {}
         """Will be aborted whatever the mover says: dropped or found bad meanwhile."""
 
 
-class Held:
+class HeldSlots:
     """Slots of blocks that have failed, kept while somebody may still be reading them: a block may
     have landed, and been shown to its readers, before its transfer failed."""
 
@@ -567,7 +567,7 @@ class Held:
         return free
 
 
-class Settled(msgspec.Struct, frozen=True):
+class SettledMove(msgspec.Struct, frozen=True):
     """What became of a move: committed keys, and the others by outcome."""
 
     move: Move
@@ -590,7 +590,7 @@ BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
 """Only these say that the source does not hold what it offered."""
 
 
-class Unproved:
+class DeferredVerification:
     """The tier that each of these came from. What host memory holds bounds how many there are."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -598,11 +598,11 @@ class Unproved:
         self._origin: dict[BlockKey, int] = {}
         self._blamed: list[tuple[int, int]] = []
 
-    def came(self, keys: Iterable[BlockKey], origin: int) -> None:
+    def add(self, keys: Iterable[BlockKey], origin: int) -> None:
         """These are on their way from there, and only their reader proves them."""
         self._origin.update(dict.fromkeys(keys, origin))
 
-    def ended(self, keys: Iterable[BlockKey]) -> None:
+    def remove(self, keys: Iterable[BlockKey]) -> None:
         """These have been proved, or are in host memory no more."""
         if self._origin:
             for key in keys:
@@ -636,13 +636,13 @@ class Unproved:
         transfer = move.transfer
         told = {key: why for key, why in failed.items() if why in BLAMES_SOURCE}
         if transfer.target == HOST:
-            found = {k: why for k, why in move.spoiled.items() if why is Outcome.CORRUPT}
+            found = {k: why for k, why in move.voided.items() if why is Outcome.CORRUPT}
             told = {**found, **told}  # by a reader, before all of it had landed
-            self.ended([*failed, *move.spoiled])
+            self.remove([*failed, *move.voided])
         elif transfer.source == HOST:
             told = self.blame(told)
             if transfer.prove:
-                self.ended(key for key in transfer.keys if key not in failed)
+                self.remove(key for key in transfer.keys if key not in failed)
         return told
 
     def tell_blamed(self, failed: Callable[[int, Sequence[Outcome]], None]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.ledger import Ledger, Move, Settled, Ticket, split
+from kvtier.chain.ledger import Ledger, Move, SettledMove, Ticket, split
 from kvtier.chain.lookup import Lookup
 from kvtier.chain.plan import HOST, JOINING
 from kvtier.chain.stats import direct
@@ -159,7 +159,7 @@ class Loads:
             link = context.counters.moved[source]
             move.due = context.costs.started(link, move.transfer.id, size)
 
-    def settled(self, settled: Settled, result: TransferResult, now: float) -> None:
+    def settled(self, settled: SettledMove, result: TransferResult, now: float) -> None:
         """Book the end of a move into host memory."""
         context, source = self._context, settled.move.transfer.source
         context.loads.observe(source, result.outcomes, now)

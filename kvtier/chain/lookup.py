@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.hits import Decision, HitPlanner, Room, Span, asked, columns, needed
+from kvtier.chain.hits import Decision, HitPlanner, HitRoom, Span, asked, columns, needed
 from kvtier.chain.plan import (
     HOST,
     NOWHERE,
@@ -139,13 +139,13 @@ class Reservations:
         """Keep so much of `spare` for one request in this step, without saying for which keys."""
         self._withheld = [a + b for a, b in zip(self._withheld, taken, strict=True)]
 
-    def left(self) -> Room:
+    def left(self) -> HitRoom:
         """What can still be reserved for a request, wherever its blocks are."""
         tiers = range(HOST + 1, len(self._queues))
         if any(self._queue(tier) < self._queues[tier] // 2 for tier in tiers):
             self._queued = Counter(self.held.values())
         queues = {tier: max(0, self._queue(tier)) for tier in tiers}
-        return Room(self.room(), self.held, self.slotless, queues)
+        return HitRoom(self.room(), self.held, self.slotless, queues)
 
     def _queue(self, tier: int) -> int:
         loading, withheld = self._context.ledger.loading[tier], self._withheld[tier]

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import msgspec
 
-from kvtier.cost.rates import DEVICE, Run
+from kvtier.cost.rates import DEVICE, LoadRun
 from kvtier.settings import Admission, TierSettings, WritePolicy
 from kvtier.types import BlockKey, LoadStoreSpec, Presence
 
@@ -150,9 +150,9 @@ def plan_ahead(origins: Sequence[int], start: int, most: int) -> tuple[int, int]
     return origin, stop
 
 
-def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]) -> list[Run]:
+def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]) -> list[LoadRun]:
     """The unbroken head of a prefix, as the cost model wants it: run by run, link by link."""
-    runs: list[Run] = []
+    runs: list[LoadRun] = []
     start = 0
     for origin, group in groupby(origins):
         stop = start + len(list(group))
@@ -164,12 +164,12 @@ def plan_runs(origins: Sequence[int], media: Sequence[str], sizes: Sequence[int]
         if runs and runs[-1].link == link:
             last = runs.pop()
             blocks, size = blocks + last.blocks, size + last.bytes
-        runs.append(Run(link, blocks, size))
+        runs.append(LoadRun(link, blocks, size))
         start = stop
     return runs if len(runs) <= RUNS_MAX else _coarse(runs)
 
 
-def _coarse(runs: list[Run]) -> list[Run]:
+def _coarse(runs: list[LoadRun]) -> list[LoadRun]:
     """A finely mixed prefix, sorted by link within pieces: the cost model looks at each run."""
     step = -(-len(runs) // (RUNS_MAX // 4))
     coarse = []
@@ -177,7 +177,7 @@ def _coarse(runs: list[Run]) -> list[Run]:
         piece = runs[start : start + step]
         for link in dict.fromkeys(run.link for run in piece):
             mine = [run for run in piece if run.link == link]
-            coarse.append(Run(link, sum(r.blocks for r in mine), sum(r.bytes for r in mine)))
+            coarse.append(LoadRun(link, sum(r.blocks for r in mine), sum(r.bytes for r in mine)))
     return coarse
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvtier.chain.context import ChainContext
 from kvtier.chain.hits import Decision
-from kvtier.chain.ledger import Move, Settled
+from kvtier.chain.ledger import Move, SettledMove
 from kvtier.chain.load import Loads
 from kvtier.chain.lookup import Lookup
 from kvtier.chain.plan import HOST, plan_ahead
@@ -34,7 +34,7 @@ HORIZON_S = 10.0
 """A block that is likely to be used within so long gives way to no prefetch."""
 
 
-class Wish(msgspec.Struct, eq=False):
+class PrefetchRequest(msgspec.Struct, eq=False):
     """What one waiting request will ask for."""
 
     keys: Sequence[BlockKey]
@@ -67,8 +67,8 @@ class Prefetches:
         slots, tiers = context.slots[HOST], context.tiers
         self.share = PrefetchShare(int(slots * settings.memory) if settings.waiting else 0)
         self.stats = PrefetchStats.of(len(tiers))
-        self._wishes: dict[str, Wish] = {}
-        self._over: list[Wish] = []
+        self._requests: dict[str, PrefetchRequest] = {}
+        self._over: list[PrefetchRequest] = []
         self._wanted: Counter[BlockKey] = Counter()
         """By how many requests that wait."""
         self._moves: dict[int, tuple[Move, float]] = {}
@@ -80,8 +80,8 @@ class Prefetches:
         self._in_flight = [0] * len(tiers)
         """Blocks on their way from each tier."""
         self._bytes = [0] * len(tiers)
-        self._give_way = False
-        self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.restart))
+        self._release_room = False
+        self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.warmup_share))
 
     # -- what is wanted ----------------------------------------------------------------------
 
@@ -93,12 +93,12 @@ class Prefetches:
     @property
     def busy(self) -> bool:
         """Whether requests wait for whom there is something to be brought yet."""
-        return bool(self._moves) or any(wish.left for wish in self._wishes.values())
+        return bool(self._moves) or any(wanted.left for wanted in self._requests.values())
 
     @property
     def pending(self) -> bool:
         """Whether something is to be cleaned up at the next `tick`."""
-        return bool(self._over or self._give_way)
+        return bool(self._over or self._release_room)
 
     def want(self, request: str, keys: Sequence[BlockKey]) -> list[int]:
         """A request that waits will ask for these; answers with the bytes of them that lie in each
@@ -106,7 +106,7 @@ class Prefetches:
         self.end(request, served=True)
         origins = self._lookup.locate(keys)
         left = [key for key, at in zip(keys, origins, strict=True) if self._comes_from(at)]
-        self._wishes[request] = Wish(keys=keys, left=left)
+        self._requests[request] = PrefetchRequest(keys=keys, left=left)
         self._wanted.update(keys)
         sizes = [0] * len(self._context.tiers)
         for at, size in zip(origins, self._context.counters.sizes(keys), strict=True):
@@ -120,12 +120,12 @@ class Prefetches:
 
     def begin(self, request: str) -> bool:
         """Begin to move in what a request wants, as far as there is room; whether that is all."""
-        wish = self._wishes.get(request)
-        if wish is None or not wish.left:
+        wanted = self._requests.get(request)
+        if wanted is None or not wanted.left:
             return True
-        if self._context.mover.down or self._give_way:
+        if self._context.mover.down or self._release_room:
             return False
-        now, left = self._context.clock(), wish.left
+        now, left = self._context.clock(), wanted.left
         origins = self._lookup.locate(left)
         at, room = 0, PIECE_BLOCKS
         while at < len(left) and room > 0:
@@ -135,8 +135,8 @@ class Prefetches:
                 stop = at + (room if room and self._start(source, left[at : at + room], now) else 0)
                 room = stop - at
             at = stop
-        wish.left = left[at:]
-        return not wish.left
+        wanted.left = left[at:]
+        return not wanted.left
 
     def room(self, source: int, blocks: int) -> int:
         """How many of so many blocks of a tier may be begun to move in now."""
@@ -192,39 +192,39 @@ class Prefetches:
     def end(self, request: str, *, served: bool) -> None:
         """It does not wait any more: it is `served`, or has ended. What was begun for nobody else
         is cancelled at the next `tick`: a load may be about to join it."""
-        wish = self._wishes.pop(request, None)
-        if wish is not None:
-            wish.served = served
-            self._over.append(wish)
+        wanted = self._requests.pop(request, None)
+        if wanted is not None:
+            wanted.served = served
+            self._over.append(wanted)
 
     def stop(self, request: str) -> None:
         """What is not here yet will not be in time: bring no more of it. What is here stays."""
-        wish = self._wishes.get(request)
-        if wish is None:
+        wanted = self._requests.get(request)
+        if wanted is None:
             return
         moving = {key for move, _ in self._moves.values() if move.prefetch for key in move.keys}
-        here = [key for key in wish.keys if key not in moving]
+        here = [key for key in wanted.keys if key not in moving]
         self.end(request, served=True)
-        self._wishes[request] = Wish(keys=here, left=[])
+        self._requests[request] = PrefetchRequest(keys=here, left=[])
         self._wanted.update(here)
 
-    def make_way(self, decision: Decision, keys: Sequence[BlockKey]) -> None:
+    def release_room(self, decision: Decision, keys: Sequence[BlockKey]) -> None:
         """A load of these was decided on: if it lacks room, it gets what prefetches hold that
         nobody has joined, or what is left of a prefetch that was cancelled."""
         if decision.short_of_room:
-            self._give_way = any(move.prefetch for move, _ in self._moves.values())
-            self.warm_up.give_way()
-        decision.short_of_room |= self._leaving(keys)
+            self._release_room = any(move.prefetch for move, _ in self._moves.values())
+            self.warm_up.cancel_unjoined()
+        decision.short_of_room |= self._being_cancelled(keys)
 
     @property
     def holds_room(self) -> bool:
         """Whether there will be more room in a moment, because prefetches give way."""
-        return self._give_way or any(map(_leaves, self._moves.values()))
+        return self._release_room or any(map(_is_being_cancelled, self._moves.values()))
 
-    def _leaving(self, keys: Collection[BlockKey]) -> bool:
+    def _being_cancelled(self, keys: Collection[BlockKey]) -> bool:
         """Whether some of these cannot be loaded for a moment: their prefetch was cancelled, and
         the mover may not have let go of it yet."""
-        moves = [move for move, _ in filter(_leaves, self._moves.values())]
+        moves = [move for move, _ in filter(_is_being_cancelled, self._moves.values())]
         return any(not set(move.keys).isdisjoint(keys) for move in moves)
 
     # -- what becomes of it --------------------------------------------------------------------
@@ -249,8 +249,8 @@ class Prefetches:
             if key in self._unused:
                 used.setdefault(self._unused[key][0], []).append(key)
         for tier, mine in used.items():
-            came = [self._unused.pop(key) for key in mine]
-            began, ended = min(each[1] for each in came), max(each[2] for each in came)
+            arrivals = [self._unused.pop(key) for key in mine]
+            began, ended = min(each[1] for each in arrivals), max(each[2] for each in arrivals)
             self._save(sum(self._context.counters.sizes(mine)), tier, began, ended)
             self._use(mine, tier)
 
@@ -269,7 +269,7 @@ class Prefetches:
             )
         self.stats.saved_seconds += max(0.0, saved)
 
-    def settled(self, settled: Settled, now: float) -> Sequence[BlockKey]:
+    def settled(self, settled: SettledMove, now: float) -> Sequence[BlockKey]:
         """A move into host memory has ended. Answers with what it has brought to a load; of others
         the tiers between are told when they are used."""
         if not settled.move.ahead:
@@ -279,7 +279,7 @@ class Prefetches:
         self._arrived(settled, now)
         return []
 
-    def _arrived(self, settled: Settled, now: float) -> None:
+    def _arrived(self, settled: SettledMove, now: float) -> None:
         """A move that was begun for a request that waits has ended."""
         move, source = settled.move, settled.move.transfer.source
         known = self._moves.pop(move.transfer.id, None)
@@ -338,24 +338,24 @@ class Prefetches:
     def _tick(self, now: float) -> None:
         """Cancel what nobody wants any more, what is late, and what gives way."""
         over, self._over = self._over, []
-        for wish in over:
-            self._wanted.subtract(wish.keys)
-            for key in wish.keys:
+        for wanted in over:
+            self._wanted.subtract(wanted.keys)
+            for key in wanted.keys:
                 if self._wanted[key] <= 0:
                     del self._wanted[key]
-        for wish in over:
-            self._waste([k for k in wish.keys if k not in self._wanted], drop=not wish.served)
+        for wanted in over:
+            self._waste([k for k in wanted.keys if k not in self._wanted], drop=not wanted.served)
         ids = [
             id
             for id, (move, _) in self._moves.items()
             if move.prefetch
             and (
-                self._give_way
+                self._release_room
                 or self._loads.late(move, now)
                 or (over and self._wanted.keys().isdisjoint(move.keys))
             )
         ]
-        self._give_way = False
+        self._release_room = False
         if ids:
             self._context.mover.cancel(self._context.ledger.abandon(ids))
 
@@ -363,7 +363,7 @@ class Prefetches:
         """These (None: all) are dropped everywhere, and no news of what was prefetched."""
         if keys is None:
             self._unused.clear()
-            self._wishes.clear()
+            self._requests.clear()
             self._over.clear()
             self._wanted.clear()
             self.warm_up.end()
@@ -372,7 +372,7 @@ class Prefetches:
                 self._unused.pop(key, None)
 
 
-def _leaves(known: tuple[Move, float]) -> bool:
+def _is_being_cancelled(known: tuple[Move, float]) -> bool:
     move, _ = known
     return move.prefetch and not move.joinable
 
@@ -452,7 +452,7 @@ class WarmUp:
         self._spared = slots - blocks
         self._most = max(1, min(UNDER_WAY_BLOCKS, slots // 8))
         self._moves: dict[int, Move] = {}
-        self._gives_way = False
+        self._cancel_unjoined = False
         self._began = 0.0
         self.pending = blocks > 0 and any(tier.recovered for tier in context.tiers[HOST + 1 :])
         """Whether there may be more to be brought."""
@@ -461,8 +461,8 @@ class WarmUp:
 
     def step(self, now: float) -> None:
         """Begin some more, unless somebody needs the links, or all is done."""
-        if self._gives_way:
-            self._gives_way = False
+        if self._cancel_unjoined:
+            self._cancel_unjoined = False
             ids = [id for id, move in self._moves.items() if move.prefetch]
             self._context.mover.cancel(self._context.ledger.abandon(ids))
             return
@@ -499,7 +499,7 @@ class WarmUp:
         self._lookup.reservations.count_again()
         return len(move.keys)
 
-    def settled(self, settled: Settled) -> bool:
+    def settled(self, settled: SettledMove) -> bool:
         """Whether it was one of these moves that has ended."""
         source = settled.move.transfer.source
         if self._moves.pop(settled.move.transfer.id, None) is None:
@@ -507,9 +507,9 @@ class WarmUp:
         self._prefetches.stats.warmed[source] += len(settled.committed)
         return True
 
-    def give_way(self) -> None:
+    def cancel_unjoined(self) -> None:
         """A load lacks room: what nobody waits for is cancelled at the next step."""
-        self._gives_way = bool(self._moves)
+        self._cancel_unjoined = bool(self._moves)
 
     def end(self) -> None:
         """No more of it."""

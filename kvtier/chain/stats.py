@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvtier.chain.ledger import Settled
+from kvtier.chain.ledger import SettledMove
 from kvtier.chain.plan import JOINING
 from kvtier.core.wear.allowance import WriteStats
 from kvtier.interfaces.mover import MoverStats, TransferResult
@@ -159,7 +159,7 @@ class ChainCounters:
         for outcome in outcomes:
             failures[outcome.value] = failures.get(outcome.value, 0) + 1
 
-    def ended(self, settled: Settled, result: TransferResult) -> None:
+    def ended(self, settled: SettledMove, result: TransferResult) -> None:
         """A transfer has ended, be it good or bad."""
         transfer = settled.move.transfer
         source, target = self.media[transfer.source], self.media[transfer.target]

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.ledger import Settled
+from kvtier.chain.ledger import SettledMove
 from kvtier.chain.plan import HOST, LinkPlan, plan_links
 from kvtier.chain.stats import LinkStats
 from kvtier.core.wear.allowance import WriteAllowance
@@ -17,7 +17,9 @@ from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 
 STEP_BLOCKS = 64
-"""The most blocks that one step starts to write into one tier."""
+"""So many blocks one step starts to write into one tier, beside as many as have come or ended since
+the last one; and so many one transfer carries at most, for its slots are free when all of it is
+written."""
 AHEAD_BLOCKS_MAX = 256
 _STEP_KEYS, _REQUESTS_KEPT = 1024, 1024
 """From the requests of about so many blocks one step learns, in a millisecond; and so many
@@ -26,7 +28,7 @@ _TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DR
 
 
 class Cascade:
-    """Carries blocks from tier to tier, a bounded number at each step of the engine."""
+    """Carries blocks from tier to tier, as many at each step of the engine as there is room for."""
 
     def __init__(self, context: ChainContext) -> None:
         self._context = context
@@ -39,7 +41,7 @@ class Cascade:
         # What is under way is pinned above: all links together leave half of host memory free.
         window = max(1, slots[HOST] // (2 * max(1, len(plans))))
         self._links = [
-            Link(
+            StoreLink(
                 plan,
                 tiers[plan.target].medium,
                 settings[plan.target].queue_blocks,
@@ -63,11 +65,13 @@ class Cascade:
         self._others = [tier for at, tier in enumerate(tiers) if at not in sources]
         """Tiers of which nobody wants to know what outlived an earlier process."""
         for link in self._links:
-            link.pressed = tiers[link.source].recovered > 0
+            link.demotion_due = tiers[link.source].recovered > 0
         self._budgeted = [link for link in self._links if link.dynamic is not None]
         self._requests: deque[tuple[Sequence[BlockKey], Sequence[bool]]] = deque(
             maxlen=_REQUESTS_KEPT
         )
+        self.started = 0
+        """Blocks that the last step has started to write."""
 
     def committed(
         self, tier: int, keys: Sequence[BlockKey], now: float, origin: int | None = None
@@ -108,9 +112,9 @@ class Cascade:
             again = link.used(keys)
             if again:  # most of them are there already, and must take up no room in the queue
                 lacking = self._lacking(link, again)
-                worthy = link.worthy(lacking, now)
+                chosen = link.within_budget(lacking, now)
                 if link.write is WritePolicy.THROUGH:
-                    link.offer(len(lacking), worthy)
+                    link.offer(len(lacking), chosen)
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> None:
         """Do not write these, or any, that wait."""
@@ -131,7 +135,7 @@ class Cascade:
     def waiting(self) -> bool:
         """Whether something is to be written yet."""
         for link in self._links:  # asked in every step of an engine: no generator
-            left = link.backlog or (link.pressed and link.write is WritePolicy.ON_EVICT)
+            left = link.backlog or (link.demotion_due and link.write is WritePolicy.ON_EVICT)
             if left and not link.awaits_budget:
                 return True
         return bool(self._catch_ups) and any(each.pending for each in self._catch_ups.values())
@@ -140,32 +144,33 @@ class Cascade:
         """Start what there is room for."""
         self._learn(_STEP_KEYS)
         self._count_lost()
+        self.started = 0
+        counts = [link.startable(STEP_BLOCKS) for link in self._links]
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
             return
-        for link in self._links:
+        for link, count in zip(self._links, counts, strict=True):
             down = self._context.stores.down(link.target, now)
             if down:
                 keys = link.take(link.backlog)
                 link.drop("down", len(keys))
                 link.missed(keys)
                 self._pass_on(link, keys, now)
-                link.pressed = False
+                link.demotion_due = False
             elif link.backlog:
-                count = min(link.room, STEP_BLOCKS, link.backlog)
-                self._write(link, link.take(link.affordable(count)), now)
+                self._write(link, link.take(link.affordable(min(count, link.backlog))), now)
             if link.target in self._catch_ups:
                 self._catch_up(link, self._catch_ups[link.target], now, down=down)
-            elif link.pressed:
-                self._demote(link, now)
+            elif link.demotion_due:
+                self._demote(link, count, now)
         for tier in self._others:
             if tier.recovered:
                 tier.forget_recovered()
 
-    def settled(self, move: Settled, result: TransferResult, now: float) -> None:
+    def settled(self, move: SettledMove, result: TransferResult, now: float) -> None:
         """Book the end of a move of ours."""
         transfer = move.move.transfer
         link = self._into[transfer.target]
-        link.stats.in_flight -= len(transfer.keys)
+        link.ended(len(transfer.keys))
         link.stats.written += len(move.committed)
         link.stats.bytes_written += result.bytes_moved
         link.failed(move.failed.values())
@@ -177,7 +182,7 @@ class Cascade:
         link.missed(key for key in refused if move.failed[key] is not full)
         self._pass_on(link, refused, now)
         if refused and not move.committed:  # not again before something else wants room above
-            link.pressed = False
+            link.demotion_due = False
 
     def stats(self) -> list[LinkStats]:
         """Counters and gauges of every link."""
@@ -187,7 +192,7 @@ class Cascade:
                 link.stats.behind = self._catch_ups[link.target].behind
         return [link.stats for link in self._links]
 
-    def _catch_up(self, link: Link, catch_up: CatchUp, now: float, *, down: bool) -> None:
+    def _catch_up(self, link: StoreLink, catch_up: CatchUp, now: float, *, down: bool) -> None:
         keys = catch_up.next(now, min(link.spare, STEP_BLOCKS), down=down)
         if keys:
             link.stats.offered += len(keys)
@@ -196,7 +201,7 @@ class Cascade:
             catch_up.began(keys, now)
 
     def _write(
-        self, link: Link, keys: Sequence[BlockKey], now: float, *, old: bool = False
+        self, link: StoreLink, keys: Sequence[BlockKey], now: float, *, old: bool = False
     ) -> None:
         # From host memory the mover writes without a copy; the tier above is the second choice.
         for source in dict.fromkeys((HOST, link.source)):
@@ -209,46 +214,61 @@ class Cascade:
             here = self._tiers[HOST].lookup(self._lacking(link, keys))
             link.drop("gone", here.count(Presence.MISS))
 
-    def _demote(self, link: Link, now: float) -> None:
+    def _demote(self, link: StoreLink, count: int, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""
         source = self._tiers[link.source]
         ahead = max(1, min(AHEAD_BLOCKS_MAX, self._slots[link.source] // 8))
         short = ahead - source.stats().free
         if short <= 0:
-            link.pressed = False
+            link.demotion_due = False
             return
         # What the tier below has, or will have, is lost to nobody when it is evicted.
         alone = self._lacking(link, link.admitted(source.victims(short)))
-        keys = alone[: link.affordable(min(link.room, STEP_BLOCKS, len(alone)))]
-        link.pressed = len(keys) < len(alone)
+        keys = alone[: link.affordable(min(count, len(alone)))]
+        link.demotion_due = len(keys) < len(alone)
         if keys:
             under_way = link.stats.in_flight
             # Victims come tail first, but a tier takes what it is given first for a prompt's head.
             self._carry(link, link.source, keys[::-1], now)
             if link.stats.in_flight == under_way:  # none was taken: try again when that may help
-                link.pressed = False
+                link.demotion_due = False
 
     def _carry(
-        self, link: Link, source: int, keys: Sequence[BlockKey], now: float, *, old: bool = False
+        self,
+        link: StoreLink,
+        source: int,
+        keys: Sequence[BlockKey],
+        now: float,
+        *,
+        old: bool = False,
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         """Start to move what the source has and the target has not. Answers with what the source
         lacks, and with what the target has or has no room for."""
         deadline = now + self._settings[link.target].store_deadline.seconds
-        # What is bad must not spread: only what the engine has just stored here goes on unproved.
-        prove = old or source != HOST or self._ledger.unproved.any_of(keys)
-        transfer, absent = self._ledger.carry(source, link.target, keys, deadline, prove)
-        if transfer is not None:
-            if self._mover.submit(transfer):
+        lacking: list[BlockKey] = []
+        left: list[BlockKey] = []
+        refused: list[BlockKey] = []
+        for start in range(0, len(keys), STEP_BLOCKS):
+            some = keys[start : start + STEP_BLOCKS]
+            # What is bad must not spread: only what the engine has just stored goes on unverified.
+            prove = old or source != HOST or self._ledger.deferred_verification.any_of(some)
+            transfer, absent = self._ledger.carry(source, link.target, some, deadline, prove)
+            if transfer is not None and self._mover.submit(transfer):
                 link.stats.in_flight += len(transfer.keys)
-            else:
+                self.started += len(transfer.keys)
+            elif transfer is not None:
                 self._ledger.refuse(transfer)
-                link.drop("refused", len(transfer.keys))
-                link.missed(transfer.keys)
-        settled = {*absent, *(transfer.keys if transfer is not None else ())}
-        left = [key for key in keys if key not in settled] if len(settled) < len(keys) else []
-        return absent, left
+                refused = [*transfer.keys, *keys[start + STEP_BLOCKS :]]
+                link.drop("refused", len(refused))
+                link.missed(refused)
+            lacking += absent
+            settled = {*absent, *(transfer.keys if transfer is not None else ())}
+            left += [key for key in some if key not in settled] if len(settled) < len(some) else []
+            if refused:  # nothing below makes room for the rest in vain
+                break
+        return lacking, left
 
-    def _pass_on(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+    def _pass_on(self, link: StoreLink, keys: Sequence[BlockKey], now: float) -> None:
         """What a tier has no room for, cannot write, or may not, may go to the one below all the
         same."""
         if keys:
@@ -256,7 +276,7 @@ class Cascade:
                 if below.source == link.target:
                     self._offer(below, keys, now)
 
-    def _offer(self, link: Link, keys: Sequence[BlockKey], now: float) -> None:
+    def _offer(self, link: StoreLink, keys: Sequence[BlockKey], now: float) -> None:
         self._pass_on(link, link.committed(self._lacking(link, keys), now), now)
 
     def _count_lost(self) -> None:
@@ -264,11 +284,11 @@ class Cascade:
         evicted, self._ledger.evicted = self._ledger.evicted, []
         for tier, keys in evicted:
             for link in self._links:
-                link.pressed |= link.source == tier
+                link.demotion_due |= link.source == tier
                 if link.source == tier and link.write is WritePolicy.ON_EVICT:
                     link.drop("gone", len(self._lacking(link, link.admitted(keys))))
 
-    def _lacking(self, link: Link, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    def _lacking(self, link: StoreLink, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those that a link's tier neither has nor is about to have."""
         below = self._tiers[link.target].lookup(keys)
         return [key for key, at in zip(keys, below, strict=True) if at is Presence.MISS]
@@ -316,7 +336,7 @@ class Touches:
         return len(self._seen)
 
 
-class Link:
+class StoreLink:
     """The way into one tier. Bounded: what waits, and what is under way and so holds pins above."""
 
     def __init__(
@@ -341,8 +361,9 @@ class Link:
         remembered = TOUCHES_KEPT + above + below
         self.dynamic = None if allowance is None else DynamicAdmission(remembered)
         self.stats = LinkStats(target)
-        self.pressed = False
+        self.demotion_due = False
         """Whether the tier above took something in since it was last looked at."""
+        self._turnover = 0
         self._missed: OrderedDict[BlockKey, None] = OrderedDict()
         self._waiting: deque[BlockKey] = deque()
         self._queued: set[BlockKey] = set()
@@ -353,6 +374,18 @@ class Link:
     def room(self) -> int:
         """How many more blocks may be under way."""
         return max(0, self._window - self.stats.in_flight)
+
+    def startable(self, least: int) -> int:
+        """How many may be started by this step: as far as there is room, as many as have come or
+        ended since the last one, and `least` more. So the room is filled again as it becomes free,
+        and a step's work stays in proportion to the engine's and to the tier's."""
+        count, self._turnover = least + self._turnover, 0
+        return min(count, self.room)
+
+    def ended(self, count: int) -> None:
+        """So many of those under way are not any more."""
+        self.stats.in_flight -= count
+        self._turnover += count
 
     @property
     def spare(self) -> int:
@@ -377,16 +410,19 @@ class Link:
     def committed(self, keys: Sequence[BlockKey], now: float) -> Sequence[BlockKey]:
         """The tier above has these now, which this one lacks; answers with those that are not
         written for want of budget."""
-        self.pressed = True
+        self.demotion_due = True
+        self._turnover += len(keys)
         admitted = keys if self.touches is None else self.touches.note(keys)
-        worthy = self.worthy(admitted, now)
+        chosen = self.within_budget(admitted, now)
         if self.write is not WritePolicy.THROUGH:
             return []
-        self.offer(len(keys), worthy)
-        chosen = set(worthy) if len(worthy) < len(admitted) else admitted
-        return [key for key in admitted if key not in chosen] if chosen is not admitted else []
+        self.offer(len(keys), chosen)
+        if len(chosen) == len(admitted):
+            return []
+        within = set(chosen)
+        return [key for key in admitted if key not in within]
 
-    def worthy(
+    def within_budget(
         self, keys: Sequence[BlockKey], now: float, uses: Sequence[int] = ()
     ) -> Sequence[BlockKey]:
         """Those on which the write budget is best spent; all where there is none. `uses` says how
@@ -394,10 +430,10 @@ class Link:
         if self.dynamic is None or self.allowance is None:
             return keys
         room = self.allowance.level / self.allowance.block_bytes - len(self._waiting)
-        worthy = self.dynamic.select(keys, room, now, uses)
+        chosen = self.dynamic.select(keys, room, now, uses)
         if self.write is WritePolicy.THROUGH:
-            self.drop("budget", len(keys) - len(worthy))
-        return worthy
+            self.drop("budget", len(keys) - len(chosen))
+        return chosen
 
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """A request has used these, wherever they were; answers with those that are to be offered
@@ -482,7 +518,7 @@ LOOKED_AT = 256
 PAUSE_S = 1.0
 PAUSE_MAX_S = 300.0
 """A tier that takes nothing is tried again after a pause, which doubles up to this."""
-PATIENCE_S = 10.0
+WAIT_LIMIT_S = 10.0
 """How long an idle engine is kept stepping for a tier that takes nothing, or does not know yet what
 it holds. What is left goes on when the engine steps again."""
 
@@ -490,7 +526,7 @@ it holds. What is left goes on when the engine steps again."""
 class CatchUp:
     """The way of what was recovered into the tier of one link that is written through."""
 
-    def __init__(self, link: Link, source: Tier, target: Tier, holds: int) -> None:
+    def __init__(self, link: StoreLink, source: Tier, target: Tier, holds: int) -> None:
         """`holds` is how many blocks the target holds."""
         self._link = link
         self._source = source
@@ -502,7 +538,7 @@ class CatchUp:
         self._begun: list[BlockKey] = []
         self._not_before = 0.0
         self._pause_s = PAUSE_S
-        self._patient_until = 0.0
+        self._wait_until = 0.0
         self.pending = source.recovered > 0
         """Whether steps should go on for it though the engine is idle."""
 
@@ -517,8 +553,8 @@ class CatchUp:
         if not (self._begun or self._ready or self._source.recovered):
             self.pending = False
             return []
-        if not self._patient_until:
-            self._patient_until = now + PATIENCE_S
+        if not self._wait_until:
+            self._wait_until = now + WAIT_LIMIT_S
         if self._begun:
             self._see(now)
         target = self._target
@@ -526,11 +562,11 @@ class CatchUp:
         if not (down or target.unwell or target.learning or now < self._not_before):
             if not self._ready:
                 self._look(now)
-                self._patient_until = now + PATIENCE_S
+                self._wait_until = now + WAIT_LIMIT_S
             count = self._link.affordable(min(room, len(self._ready)))
             keys = [self._ready.popleft() for _ in range(count)]
             self._begun += keys
-        self.pending = self.behind > 0 and now < self._patient_until
+        self.pending = self.behind > 0 and now < self._wait_until
         return keys
 
     def _see(self, now: float) -> None:
@@ -541,7 +577,7 @@ class CatchUp:
         lacking = [k for k, at in zip(self._begun, below, strict=True) if at is Presence.MISS]
         if len(coming) + len(lacking) < len(self._begun):
             self._pause_s = PAUSE_S
-            self._patient_until = now + PATIENCE_S
+            self._wait_until = now + WAIT_LIMIT_S
         else:
             self._try_again(lacking, now)
         self._begun = coming
@@ -554,7 +590,7 @@ class CatchUp:
         if refused:
             self._begun = [key for key in self._begun if key not in refused]
             self._try_again([key for key in keys if key in refused], now)
-            self.pending = self.behind > 0 and now < self._patient_until
+            self.pending = self.behind > 0 and now < self._wait_until
 
     def _try_again(self, keys: Sequence[BlockKey], now: float) -> None:
         """After a while, what is still here."""
@@ -580,7 +616,7 @@ class CatchUp:
         if touches is None:
             left_over = [keys[at] for at in lacking]
             used = [1 + uses[at] for at in lacking]  # its first use was the one that stored it
-            self._ready.extend(self._link.worthy(left_over, now, used))
+            self._ready.extend(self._link.within_budget(left_over, now, used))
             return
         # Its first use was the one that stored it.
         self._ready.extend(keys[at] for at in lacking if uses[at])

@@ -32,12 +32,12 @@ from kvtier.types import (
 )
 
 STEP_BLOCKS = 128
-"""The most written blocks that one call settles."""
+"""The most written blocks that one call settles, beside as many as the last one has started."""
 STEP_USES, USES_KEPT = 8, 1024
 """Of how many requests one call tells the lower tiers what they use, and how many wait for it."""
 
 
-PREFETCH_OFF = PrefetchSettings(waiting=False, restart=0.0)
+PREFETCH_OFF = PrefetchSettings(waiting=False, warmup_share=0.0)
 
 
 class TierChain(Tier):
@@ -98,7 +98,7 @@ class TierChain(Tier):
         """
         decision = decision or Decision()
         count = self._lookup.match_prefix(keys, tokens_per_block, start, decision)
-        self.prefetches.make_way(decision, keys)
+        self.prefetches.release_room(decision, keys)
         return count
 
     def match_windows(
@@ -109,7 +109,7 @@ class TierChain(Tier):
         origins: list[list[int]] = []
         for _ in range(2):  # what is too much at first may fit with what was counted again since
             stop, origins, fits = self._lookup.match_windows(spans, start, limit, decision)
-            self.prefetches.make_way(decision, asked(spans, start))
+            self.prefetches.release_room(decision, asked(spans, start))
             if fits:
                 return stop, origins
         return start, origins
@@ -164,9 +164,9 @@ class TierChain(Tier):
         """Nobody reads for this ticket any more; `failed` could not be read, or were not right, and
         `proved` were. `read` is what its reader has fetched from files: bytes, and seconds."""
         self._loads.end_direct(ticket, failed or {}, read)
-        self._ledger.unproved.ended(proved)
+        self._ledger.deferred_verification.remove(proved)
         self._ledger.release(ticket, None, failed)
-        self._ledger.unproved.tell_blamed(self._counters.failed)
+        self._ledger.deferred_verification.tell_blamed(self._counters.failed)
         self.reservations.count_again()
         if failed:
             self.reservations.end()
@@ -190,7 +190,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._embedded.end(keys, failed)
-        self._ledger.unproved.tell_blamed(self._counters.failed)
+        self._ledger.deferred_verification.tell_blamed(self._counters.failed)
         self.reservations.count_again()
         if failed:
             self.reservations.end()
@@ -220,7 +220,7 @@ class TierChain(Tier):
 
     def tick(self) -> None:
         now = self._clock()
-        self._settle(now)
+        self._settle(now, STEP_BLOCKS + self._cascade.started)
         if self._context.costs is not None:
             self._context.costs.collected()
         late, ids = self._ledger.expire(now)

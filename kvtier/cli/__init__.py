@@ -1,7 +1,9 @@
 """The command line. `main.py` is the entry point, `app.py` finds the command, `signals.py` ends it.
 
-`commands/` has one file a command. `console/` is how they speak, `inspection/` how they look at a
-stack's tiers, `copying/` how they fill one, `measuring/` how they time them. `starter_stack.py` is
-the text of a new stack file. No file here knows a kind of tier: what is done to a medium, its
-inspector does (`kvtier.inspect`).
+Each command has a file of its name; `copy.py` has `prewarm` and `snapshot`, too, `clear.py` has
+`gc`. `console.py` is how they speak, `options.py` what several of them take, `inspect.py` how they
+look at a stack's tiers. A copy chooses blocks by `selection.py` and fills a tier by `sink.py`;
+`plan` computes with `expectations.py`, and with `trace_simulation.py` and `trace_sweep.py` where it
+has a trace. No file here knows a kind of tier: what is done to a medium, its inspector does
+(`kvtier.inspect`).
 """

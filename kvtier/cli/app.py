@@ -2,50 +2,62 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from kvtier import __version__
-from kvtier.cli import console, signals
+from kvtier.cli import console, options
+from kvtier.cli.signals import EXIT_INTERRUPTED, EndSignal, raise_end_signals
 from kvtier.errors import KVTierError
 
-# Name, room in `commands/`, and what it does. The command is the Typer `app` of the file with that
-# name there.
+# Name, module here, and what it does.
 COMMANDS = {
-    "config": ("setup", "Check, show and start stack files."),
-    "serve": ("setup", "Serve a model with vLLM, its KV cache kept in a stack."),
-    "demo": ("setup", "See what it is good for: a prompt cold, warm, after a crash."),
-    "ls": ("contents", "List what a stack holds."),
-    "du": ("contents", "Show how full each tier is."),
-    "show": ("contents", "Show one namespace or one block."),
-    "explain": ("contents", "Say why a prompt hits or misses."),
-    "pin": ("contents", "Keep the blocks of known prompts."),
-    "unpin": ("contents", "Keep them no longer."),
-    "verify": ("contents", "Check every record of a stack."),
-    "gc": ("contents", "Remove what nobody will ask for again."),
-    "clear": ("contents", "Remove blocks."),
-    "doctor": ("setup", "Look for what is wrong, and say what to do."),
-    "prewarm": ("copies", "Fill a tier before it is asked."),
-    "snapshot": ("copies", "Copy what a stack holds to an object store."),
-    "restore": ("copies", "Copy a snapshot back into a stack."),
-    "export": ("copies", "Write blocks to a file."),
-    "import": ("copies", "Take blocks in from a file."),
-    "plan": ("setup", "Say what a stack is worth for a model."),
-    "bench": ("setup", "Measure the tiers of a stack."),
+    "config": ("config", "Check, show and start stack files."),
+    "serve": ("serve", "Serve a model with vLLM, its KV cache kept in a stack."),
+    "demo": ("demo", "See what it is good for: a prompt cold, warm, after a crash."),
+    "ls": ("ls", "List what a stack holds, and show one block."),
+    "du": ("du", "Show how full each tier is."),
+    "explain": ("explain", "Say why a prompt hits or misses."),
+    "pin": ("pin", "Keep the blocks of known prompts, or no longer."),
+    "copy": ("copy", "Copy blocks between stacks and stores."),
+    "prewarm": ("copy", "Copy blocks into a tier before it is asked."),
+    "snapshot": ("copy", "Copy what memory and disks hold to an object store."),
+    "verify": ("verify", "Check every record of a stack."),
+    "gc": ("clear", "Remove what nobody will ask for again."),
+    "clear": ("clear", "Remove blocks."),
+    "doctor": ("doctor", "Look for what is wrong, and say what to do."),
+    "plan": ("plan", "Say what a stack is worth for a model."),
+    "bench": ("bench", "Measure the tiers of a stack."),
 }
+
+# What commands of 0.1 were called, and what does the same; for one release.
+FORMER = {
+    "restore": "kvtier prewarm --from URL, or kvtier copy URL stack.yaml",
+    "export": "kvtier copy stack.yaml file:///folder",
+    "import": "kvtier copy file:///folder stack.yaml",
+    "show": "kvtier ls NAMESPACE, or kvtier ls KEY",
+    "unpin": "kvtier pin --remove",
+}
+
+_CONFIG_FLAGS = ("-c", "--config")
+_STACK = "stack.yaml"
+"""The stack where none is named, if there is one here."""
 
 _NAMED = {
     "FILE": "file",
     "PROMPT_FILE": "file",
     "FOLDER": "folder",
     "MODEL": "model",
-    "URL|FILE": "store",
+    "FROM": "place",
+    "TO": "place",
 }
 
 
@@ -57,18 +69,28 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # a shell completes what is not written to its end
             return super().parse_args(ctx, args)
-        values, _, given = self.make_parser(ctx).parse_args(list(args))
+        values, rest, given = self.make_parser(ctx).parse_args(list(args))
         for param in self.params:
             assert isinstance(param, TyperOption | TyperArgument)
             what = _NAMED.get(str(param.metavar))
             if what is not None and values.get(param.name) == "":
                 raise typer.BadParameter(f"an empty text names no {what}", ctx, param)
+        if rest and any(param.name == "prompts" for param in self.params):
+            raise typer.BadParameter(f"write --prompts {rest[0]}", ctx, param_hint="PROMPT_FILE")
+        if self._lacks_stack(values):
+            args = ["--config", _STACK, *args]
         for option in given:
             if not isinstance(option, TyperOption) or option.multiple or option.is_flag:
                 continue
             if given.count(option) > 1:
                 raise typer.BadParameter("stands twice: name one", ctx, option)
         return super().parse_args(ctx, args)
+
+    def _lacks_stack(self, values: dict[str, Any]) -> bool:
+        """Whether no stack is named in any way, and there is one in this folder."""
+        if values.get("config") or values.get("file") or "KVTIER_CONFIG" in os.environ:
+            return False
+        return any(param.name == "config" for param in self.params) and Path(_STACK).is_file()
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         what, _, examples = (self.epilog or "").partition(": ")
@@ -91,10 +113,13 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # to suggest
+        if args and args[0] in FORMER:
+            console.warn(f"{args[0]} is not a command any more: write {FORMER[args[0]]}")
+            raise typer.Exit(console.EXIT_USAGE)
         name, stub, rest = super().resolve_command(ctx, args)
         command = load(name) if stub is not None and name else stub
         console.speak_for_log()
-        signals.begin()
+        raise_end_signals()
         return name, command, rest
 
     def make_context(self, *args: Any, **more: Any) -> Any:
@@ -116,20 +141,20 @@ def _exit_codes() -> Iterator[None]:
     except (KVTierError, OSError) as error:
         unwritten = console.end_output(console.EXIT_OK)  # it may have been standard output's
         raise typer.Exit(unwritten or console.explain(error)) from None
-    except signals.EndSignal as ended:
+    except EndSignal as ended:
         raise typer.Exit(128 + ended.number) from None
     except KeyboardInterrupt:
-        raise typer.Exit(signals.EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def load(name: str) -> Any:
     """Import one command."""
-    file = "import_" if name == "import" else name  # no module can have a keyword's name
-    room, help_text = COMMANDS[name]
-    module = import_module(f"kvtier.cli.commands.{room}.{file}")
-    for each in module.app.registered_commands:
+    module, help_text = COMMANDS[name]
+    found = import_module(f"kvtier.cli.{module}")
+    for each in found.app.registered_commands:
         each.cls = _Command
-    command = typer.main.get_command(module.app)
+    command = typer.main.get_command(found.app)
+    command = getattr(command, "commands", {}).get(name, command)
     command.name = name
     command.help = command.help or help_text
     return command
@@ -140,7 +165,7 @@ app = typer.Typer(
     name="kvtier",
     no_args_is_help=True,
     rich_markup_mode=None,
-    context_settings=console.HELP,
+    context_settings=options.HELP,
     epilog="Exit codes: 0 all is well, 1 something was found or failed, 2 the call or the "
     "configuration is wrong, 130 interrupted (143 by `kill`, 129 by a closed terminal), 141 the "
     "reader of the output went away.",
@@ -165,10 +190,25 @@ def _root(
     """Keep an LLM server's KV cache: on GPU, CPU memory, NVMe and an object store."""
 
 
+def _as_meant(args: Sequence[str]) -> list[str]:
+    """What people type as with other programs: `kvtier help ls`, `kvtier -c stack.yaml ls`."""
+    words = list(args)
+    match words[:1]:
+        case ["help"]:
+            return [*words[1:], "--help"]
+        case ["version"]:
+            return ["--version"]
+        case ["status"]:
+            words[0] = "du"
+    if len(words) > 2 and words[0] in _CONFIG_FLAGS:
+        return [words[2], *words[:2], *words[3:]]
+    return words
+
+
 def run(args: Sequence[str]) -> int:
     """Run one command and answer its exit code."""
     try:
-        typer.main.get_command(app)(list(args), prog_name="kvtier")
+        typer.main.get_command(app)(_as_meant(args), prog_name="kvtier")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else console.EXIT_FAILURE
     return console.end_output(code)

@@ -1,4 +1,4 @@
-"""The door of the command `kvtier`: what Python runs first, and so imports next to nothing."""
+"""The entry point of the command: what Python runs first, and so imports next to nothing."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvtier.config.loader import Source, check, effective, folders, load
 from kvtier.config.stack_config import (
     TIERS_MAX,
     VERSION,
-    Loads,
+    LoadPolicy,
     MoverMode,
     MoverSettings,
     Name,
@@ -30,7 +30,7 @@ from kvtier.config.stack_config import (
 __all__ = [
     "TIERS_MAX",
     "VERSION",
-    "Loads",
+    "LoadPolicy",
     "MoverMode",
     "MoverSettings",
     "Name",

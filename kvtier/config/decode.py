@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -13,6 +14,8 @@ import msgspec
 
 from kvtier.config.document import Document, at
 from kvtier.settings import dec_hook
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Reader = Callable[[object, str], object]
@@ -28,6 +31,16 @@ _WORDS = {
     "object": "a mapping",
     "null": "nothing",
 }
+
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "$": {"loads": "load_policy"},
+    "$.prefetch": {"restart": "warmup_share"},
+    "$.retain": {"longest": "max_ttl"},
+}
+"""Settings that had another name in 0.1, by their place: read for one release, with a warning."""
+RENAMED_WORDS: Mapping[str, Mapping[str, str]] = {"$.load_policy": {"worthwhile": "cost_model"}}
+"""Words that settings in these places had in 0.1."""
 
 
 def decode(
@@ -50,9 +63,11 @@ def decode(
     tag = config.tag_field
     before = len(document.problems)
     found: dict[str, Any] = {}
+    value = {_today(place, key, value): part for key, part in value.items()}
     for key, part in value.items():
         if key in fields:
             inner = f"{place}.{key}"
+            part = _word_today(inner, part)
             reader = (readers or {}).get(key)
             found[fields[key].name] = (
                 reader(part, inner) if reader else _field(fields[key].type, part, inner, document)
@@ -70,6 +85,24 @@ def decode(
         problem, _, remedy = str(error).partition("; ")
         document.report(place, problem, remedy)
         return None
+
+
+def _today(place: str, key: str, value: Mapping[str, object]) -> str:
+    """The name that a setting has now; one that stands there by both names keeps its old one, which
+    is not known."""
+    name = RENAMED.get(place, {}).get(key, key)
+    if name == key or name in value:
+        return key
+    logger.warning("%s.%s is called %s now: the next release reads that alone", place, key, name)
+    return name
+
+
+def _word_today(place: str, value: object) -> object:
+    words = RENAMED_WORDS.get(place, {})
+    if not isinstance(value, str) or value not in words:
+        return value
+    logger.warning("%s: %s is called %s now", place, value, words[value])
+    return words[value]
 
 
 def suggest(word: object, known: Sequence[str]) -> str:

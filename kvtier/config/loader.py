@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import msgspec
 
 from kvtier.config.decode import decode, suggest
-from kvtier.config.document import Document
+from kvtier.config.document import Document, at
 from kvtier.config.stack_config import TIERS_MAX, VERSION, StackConfig
 from kvtier.cost.rates import Owner
 from kvtier.errors import BackendError, ConfigError, ConfigErrors, NotHere, NotWritable
 from kvtier.interfaces.backend import Backend, backend, kinds
-from kvtier.settings import Gds, TierSettings, WritePolicy, show_hook
+from kvtier.settings import Capacity, Gds, TierSettings, WritePolicy, show_hook
 
 Source = Mapping[str, object] | Path | str
 Excused = tuple[type[NotHere], ...]
@@ -93,13 +94,21 @@ def _read(document: Document, record_bytes: int | None, excused: Excused) -> Sta
     config = decode(StackConfig, document.value, "$", document, readers)
     # Whatever is wrong elsewhere: all mistakes are told in one go.
     _check_tiers(tiers, record_bytes, document, excused)
-    if config is not None and config.gds is Gds.REQUIRE and not folders(config):
-        document.report(
-            "$.gds", "no tier lies on a local disk", "add one of kind nvme, or write gds: auto"
-        )
+    _check_gds(document, tiers)
     document.check()
     assert config is not None
     return config
+
+
+def _check_gds(document: Document, tiers: Sequence[TierSettings | None]) -> None:
+    """Report a stack that requires direct reads from a local disk, and has none."""
+    gds = document.value.get("gds") if isinstance(document.value, Mapping) else None
+    known = [tier for tier in tiers if tier is not None]
+    if gds != Gds.REQUIRE.value or len(known) < len(tiers):
+        return
+    if not any(backend(tier.kind).folder(tier) for tier in known):
+        remedy = "add one of kind nvme, or write gds: auto"
+        document.report("$.gds", "no tier lies on a local disk", remedy)
 
 
 def _version(value: object, place: str, document: Document) -> object:
@@ -160,14 +169,10 @@ def _check_tiers(
                 problem = "leaves no time for a single block"
                 document.report(f"{place}.{name}", problem, "write some seconds, like 10s")
         try:
-            with contextlib.suppress(*excused):
-                found.check(settings, record_bytes)
-            identity = found.identity(settings)
-        except ConfigErrors as error:
-            for each in error.errors:
-                document.report(place + each.place, each.problem, each.remedy)
-        except ConfigError as error:
-            document.report(place + error.place, error.problem, error.remedy)
+            _check_tier(found, settings, place, record_bytes, document, excused)
+            if _wrong_fields(settings, place, document):
+                continue  # it would name another place than it is meant to
+            identity, folder = found.identity(settings), found.folder(settings)
         except OSError as error:
             if excused:  # who looks is told by the tier, and of the others even so
                 continue
@@ -180,9 +185,58 @@ def _check_tiers(
                     f"{owners[identity]} uses {identity} too",
                     "give each tier a place of its own",
                 )
-            if (folder := found.folder(settings)) is not None:
+            if folder is not None:
                 folders[folder.resolve()] = place
     _check_nested(owners, folders, document)
+
+
+def _check_tier(
+    found: Backend[Any],
+    settings: TierSettings,
+    place: str,
+    record_bytes: int | None,
+    document: Document,
+    excused: Excused,
+) -> None:
+    """Report all that a tier's own check refuses: a field that it has refused, or that could not be
+    read, gets its default, so that the check goes on to the next one."""
+    while True:
+        wrong = _wrong_fields(settings, place, document)
+        try:
+            with contextlib.suppress(*excused):
+                found.check(settings, record_bytes)
+            return
+        except ConfigErrors as error:
+            errors = error.errors
+        except ConfigError as error:
+            errors = (error,)
+        for each in errors:
+            if each.place.split(".")[1] not in wrong:
+                document.report(place + each.place, each.problem, each.remedy)
+        fresh = _wrong_fields(settings, place, document) - wrong
+        defaults = _defaults(settings)
+        if not fresh or not fresh <= defaults.keys():
+            return
+        settings = msgspec.structs.replace(settings, **{name: defaults[name] for name in fresh})
+
+
+def _wrong_fields(settings: TierSettings, place: str, document: Document) -> set[str]:
+    """The fields of a tier of which something was reported."""
+    names = {each.encode_name: each.name for each in msgspec.structs.fields(settings)}
+    places = [each.place.removeprefix(place) for each in document.problems]
+    parts = [re.split(r"[.\[]", each)[1:2] for each in places if each[:1] == "."]
+    return {names[name] for (name,) in parts if name in names}
+
+
+def _defaults(settings: TierSettings | type[TierSettings]) -> dict[str, object]:
+    """What stands in for fields that are wrong, while the others are looked at."""
+    defaults: dict[str, object] = {"capacity": Capacity(share=1.0)}
+    for field in msgspec.structs.fields(settings):
+        if field.default_factory is not msgspec.NODEFAULT:
+            defaults[field.name] = field.default_factory()
+        elif field.default is not msgspec.NODEFAULT:
+            defaults[field.name] = field.default
+    return defaults
 
 
 def _check_nested(owners: dict[str, str], folders: dict[Path, str], document: Document) -> None:
@@ -209,9 +263,30 @@ def _tier(value: object, place: str, document: Document, *, first: bool) -> Tier
     if first:
         _check_first(found, place, document)
     settings: TierSettings | None = decode(found.settings, value, place, document)
+    if settings is None:
+        settings = _without_wrong_fields(found.settings, value, place, document)
     if first and settings is not None and settings.write is WritePolicy.ON_EVICT:
         problem = "no tier stands above the first one"
         document.report(f"{place}.write", problem, "write through, or never")
+    return settings
+
+
+def _without_wrong_fields(
+    kind: type[TierSettings], value: Mapping[str, object], place: str, document: Document
+) -> TierSettings | None:
+    """What can be read of a tier, with defaults in place of the rest, for the checks to go on with;
+    None if a field without a default is wrong."""
+    reported = len(document.problems)
+    places = {each.place for each in document.problems}
+    right = {
+        key: part
+        for key, part in value.items()
+        if not any(
+            each == at(place, key) or each.startswith(f"{at(place, key)}.") for each in places
+        )
+    }
+    settings = decode(kind, {"capacity": "100%"} | right, place, document)
+    del document.problems[reported:]
     return settings
 
 

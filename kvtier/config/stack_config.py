@@ -43,10 +43,10 @@ class MoverSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where bytes are moved."""
 
 
-class Loads(enum.Enum):
+class LoadPolicy(enum.Enum):
     """Which hits are loaded."""
 
-    WORTHWHILE = "worthwhile"
+    COST_MODEL = "cost_model"
     """Those that cost less to load than to recompute, by recent speeds."""
     ALWAYS = "always"
     """All of them."""
@@ -57,7 +57,7 @@ class RateSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     keep: bool = True
     """Keep the speeds of disks, links and computing, so that the first hits after a start are
-    decided by them. Only with `loads: worthwhile`."""
+    decided by them. Only with `load_policy: cost_model`."""
     path: str = "auto"
     """The folder in which they are kept; `auto` is kvtier/rates in $XDG_STATE_HOME, or in
     ~/.local/state."""
@@ -83,7 +83,7 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chunk_tokens: Count = 256
     """How many tokens one stored block covers: a multiple of the engine's own block size. Models
     with a shorter window, or with states, take fewer."""
-    loads: Loads = Loads.WORTHWHILE
+    load_policy: LoadPolicy = LoadPolicy.COST_MODEL
     """Which hits an engine loads: those that cost less than recomputing them, or all."""
     rates: RateSettings = RateSettings()
     """What an engine has learned of its speeds."""

@@ -14,14 +14,14 @@ from kvtier.cost.rates import (
     SECONDS_MAX,
     SIZES,
     DeviceRate,
-    KeptLink,
-    KeptPrefill,
     Line,
     LinkCosts,
     LinkRate,
+    LoadRun,
     Offer,
     Rates,
-    Run,
+    SavedLink,
+    SavedPrefill,
     in_memory,
     kinks,
 )
@@ -58,10 +58,10 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A probe of a link that is as it was expected to be may make a request this share slower than
     recomputing. If it would tell nothing then, it waits for a longer hit, so many seconds after the
     last probe, or after the start."""
-    probe_patience: float = 60.0
+    probe_wait_limit: float = 60.0
     sure: float = 2.0
     """Blocks in host memory that are moved so many times as fast as computed are always loaded."""
-    crowd_max: float = 8.0
+    waiting_requests_max: float = 8.0
     """A load that spares those who wait behind may take at most so many times as long as
     recomputing."""
 
@@ -91,15 +91,15 @@ class LoadEstimates:
             link = self.links[name] = LinkRate(prior.latency, prior.bandwidth)
         return link
 
-    def kept(self) -> dict[str, KeptLink]:
+    def saved(self) -> dict[str, SavedLink]:
         """What the next run is told: of those links of which something is known."""
         lines = {name: link.line for name, link in self.links.items()}
         lines |= {DEVICE: self.device.lines[True], PAGEABLE: self.device.lines[False]}
-        return {name: _kept(line) for name, line in lines.items() if line.samples}
+        return {name: _saved(line) for name, line in lines.items() if line.samples}
 
-    def recall(self, kept: Mapping[str, KeptLink], now: float, unprobed: float) -> None:
+    def recall(self, saved: Mapping[str, SavedLink], now: float, unprobed: float) -> None:
         """Begin with what an earlier run knew; no link is probed for so many seconds."""
-        for name, each in kept.items():
+        for name, each in saved.items():
             link = self.link(DEVICE if name == PAGEABLE else name)
             line = self.device.lines[False] if name == PAGEABLE else link.line
             line.recall(each.latency, each.seconds_per_gib / _GIB, SIZES)
@@ -113,7 +113,7 @@ class LoadEstimates:
             return fixed / self._regain, each / self._regain
         return fixed, each
 
-    def slowest(self, loads: Sequence[Run], now: float) -> tuple[float, str]:
+    def slowest(self, loads: Sequence[LoadRun], now: float) -> tuple[float, str]:
         """How long these loads take, and the link that they wait for in the end."""
         fixed, each = self.terms(DEVICE, now)
         slowest = (fixed + each * sum(run.bytes for run in loads), DEVICE)
@@ -125,8 +125,8 @@ class LoadEstimates:
         return slowest
 
 
-def _kept(line: Line) -> KeptLink:
-    return KeptLink(min(line.base, SECONDS_MAX), min(line.slope * _GIB, SECONDS_MAX))
+def _saved(line: Line) -> SavedLink:
+    return SavedLink(min(line.base, SECONDS_MAX), min(line.slope * _GIB, SECONDS_MAX))
 
 
 # How long the engine takes to compute a prompt, learned from its steps.
@@ -168,19 +168,19 @@ class Prefill:
         """Whether a step has been seen yet."""
         return bool(self._line.samples)
 
-    def kept(self) -> KeptPrefill | None:
+    def saved(self) -> SavedPrefill | None:
         """What the next run is told; None while nothing is known."""
         each, more = 1e3 * self._line.base, 1e6 * self._line.slope
         if not self.known or each <= 0:
             return None
-        return KeptPrefill(min(each, SECONDS_MAX), min(more, SECONDS_MAX), max(1, self._longest))
+        return SavedPrefill(min(each, SECONDS_MAX), min(more, SECONDS_MAX), max(1, self._longest))
 
-    def recall(self, kept: KeptPrefill) -> None:
+    def recall(self, saved: SavedPrefill) -> None:
         """Begin with what an earlier run knew: as one short step, so that the first ones of this
         run count for more."""
-        each, more = kept.seconds_per_ktoken / 1e3, kept.more_per_ktoken / 1e6
+        each, more = saved.seconds_per_ktoken / 1e3, saved.more_per_ktoken / 1e6
         self._line.recall(each, more, _RECALLED_AT, _RECALLED_TOKENS)
-        self._longest = kept.longest
+        self._longest = saved.longest
 
     def seconds(self, start: int, stop: int) -> float:
         """How long tokens `start:stop` take to compute."""
@@ -229,7 +229,7 @@ class Probes:
         self._recompute = recompute
 
     def more_blocks(
-        self, runs: Sequence[Run], count: int, per_block: int, start: int, now: float
+        self, runs: Sequence[LoadRun], count: int, per_block: int, start: int, now: float
     ) -> int:
         """How many blocks to load beyond the fastest prefix, only to learn; mostly 0."""
         end = start + sum(run.blocks for run in runs) * per_block
@@ -295,7 +295,7 @@ class Probes:
         than it may, and can still wait for a longer one."""
         rules = self._settings
         bearable = loss <= whole * rules.probe_loss or not link.line.steady
-        return not bearable and now < link.probed_at + rules.probe_patience
+        return not bearable and now < link.probed_at + rules.probe_wait_limit
 
     def _note(self, link: LinkRate, blocks: int, loss: float, now: float) -> None:
         rules = self._settings
@@ -335,17 +335,17 @@ class CostModel:
         self._prefill = Prefill()
         self._doubt = 1.0
         self._probes = Probes(self._loads, self._settings, self._recompute)
-        self._waiting, self._crowd, self._ahead = 0, 1.0, 0.0
+        self._queued_requests, self._waiting_requests, self._ahead = 0, 1.0, 0.0
         self.latest, self._published = Rates(), 0.0
         """What the next run may begin with, for other threads: a second old at most."""
 
     def publish(self) -> None:
         """Let other threads see what was learned so far."""
-        self.latest = Rates(self._loads.kept(), self._prefill.kept())
+        self.latest = Rates(self._loads.saved(), self._prefill.saved())
 
     def recall(self, rates: Rates) -> None:
         """Begin with what an earlier run has learned, before anything is observed."""
-        self._loads.recall(rates.links, self._clock(), self._settings.probe_patience)
+        self._loads.recall(rates.links, self._clock(), self._settings.probe_wait_limit)
         if rates.prefill is not None:
             self._prefill.recall(rates.prefill)
 
@@ -402,7 +402,7 @@ class CostModel:
 
     def observe_waiting(self, requests: int) -> None:
         """So many requests wait for the engine's time behind whoever is asked about next."""
-        self._waiting = requests
+        self._queued_requests = requests
 
     def observe_memory(self, pinned: bool) -> None:
         """Whether the device reaches host memory directly now; else the link is another one."""
@@ -436,7 +436,7 @@ class CostModel:
         busy = [link for name, link in links if link.in_flight and name != DEVICE]
         return min((link.terms(now)[0] for link in busy), default=0.0)
 
-    def admit(self, runs: Sequence[Run], tokens_per_block: int, start: int = 0) -> int:
+    def admit(self, runs: Sequence[LoadRun], tokens_per_block: int, start: int = 0) -> int:
         """How many leading blocks of a hit to load: as many as make the request fastest, and those
         that its computing keeps waiting.
 
@@ -450,7 +450,7 @@ class CostModel:
         now = self._clock()
         self._doubt = self._prefill.doubt(blocks * tokens_per_block)
         spared = self._recompute(start, start + blocks * tokens_per_block)
-        self._crowd = self._spares(runs, spared, now)
+        self._waiting_requests = self._spares(runs, spared, now)
         count = self._fastest(runs, tokens_per_block, start, blocks, now)
         count = max(count, self._sure_blocks(runs, tokens_per_block, start))
         self._count(runs, count)
@@ -471,7 +471,7 @@ class CostModel:
         now = self._clock()
         self._doubt = self._prefill.doubt(offers[-1].stop - start)
         spared = self._recompute(start, offers[-1].stop)
-        self._crowd = self._spares(offers[-1].loads, spared, now)
+        self._waiting_requests = self._spares(offers[-1].loads, spared, now)
         gains = [
             self._worth(start, stop) - max(0.0, self._loads.slowest(loads, now)[0] - self._ahead)
             for stop, loads in offers
@@ -499,29 +499,29 @@ class CostModel:
     def _recompute(self, start: int, stop: int) -> float:
         return self._doubt * self._prefill.seconds(start, stop)
 
-    def _spares(self, loads: Sequence[Run], seconds: float, now: float) -> float:
+    def _spares(self, loads: Sequence[LoadRun], seconds: float, now: float) -> float:
         """How many requests are spared so many seconds if the engine need not compute for so long:
         the one asked about, those behind it, and those whose loads end meanwhile, in part."""
         if not all(self._link(run.link).line.samples for run in loads):
             return 1.0  # who knows what they would wait for instead
-        crowd, most = 1.0 + self._waiting, self._settings.crowd_max
+        waiting, most = 1.0 + self._queued_requests, self._settings.waiting_requests_max
         for link in self._links.values():
             for flight in link.in_flight.values():
-                if crowd >= most:
+                if waiting >= most:
                     return most
                 # What is late may be as late again: one that hangs ends nobody's wait.
                 left = flight.since + flight.expected - now
                 left = max(left - self._ahead, 0.0) if left > 0 else -left
                 if left < seconds:
-                    crowd += 1 - left / seconds
-        return min(crowd, most)
+                    waiting += 1 - left / seconds
+        return min(waiting, most)
 
     def _worth(self, start: int, stop: int) -> float:
         """What it is worth to all that these tokens need not be computed."""
-        return self._recompute(start, stop) * self._crowd
+        return self._recompute(start, stop) * self._waiting_requests
 
     def _fastest(
-        self, runs: Sequence[Run], per_block: int, start: int, end: int, now: float
+        self, runs: Sequence[LoadRun], per_block: int, start: int, end: int, now: float
     ) -> int:
         """The number of leading blocks for which load, then recompute of the rest, costs least.
 
@@ -568,12 +568,12 @@ class CostModel:
                 return at
         return -1
 
-    def _sure_blocks(self, runs: Sequence[Run], per_block: int, start: int) -> int:
+    def _sure_blocks(self, runs: Sequence[LoadRun], per_block: int, start: int) -> int:
         """How many leading blocks are so."""
         blocks, size = in_memory(runs)
         return blocks if self._sure(size, start, start + blocks * per_block) else 0
 
-    def _count(self, runs: Sequence[Run], count: int) -> None:
+    def _count(self, runs: Sequence[LoadRun], count: int) -> None:
         """Book the decision; the link that ended the prefix is refusing from now on."""
         for run in runs:
             link = self._link(run.link)

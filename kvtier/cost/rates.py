@@ -16,7 +16,7 @@ PAGEABLE = "device pageable"
 """The same while host memory is not pinned."""
 
 
-class Run(NamedTuple):
+class LoadRun(NamedTuple):
     """Consecutive blocks of a prefix that would be loaded over one link.
 
     `link` is the medium of the tier that holds them; blocks that lie in host memory already name
@@ -32,10 +32,10 @@ class Offer(NamedTuple):
     """One way to serve a request: load this, one run a link, and compute what is after `stop`."""
 
     stop: int
-    loads: list[Run]
+    loads: list[LoadRun]
 
 
-def in_memory(runs: Sequence[Run]) -> tuple[int, int]:
+def in_memory(runs: Sequence[LoadRun]) -> tuple[int, int]:
     """How many leading blocks lie in host memory, and their bytes."""
     head = list(takewhile(lambda run: run.link == DEVICE, runs))
     return sum(run.blocks for run in head), sum(run.bytes for run in head)
@@ -399,14 +399,14 @@ class Owner(msgspec.Struct, frozen=True):
     stack: Text
 
 
-class KeptLink(msgspec.Struct, frozen=True):
+class SavedLink(msgspec.Struct, frozen=True):
     """What a load over a link takes."""
 
     latency: Seconds
     seconds_per_gib: Seconds
 
 
-class KeptPrefill(msgspec.Struct, frozen=True):
+class SavedPrefill(msgspec.Struct, frozen=True):
     """What computing a prompt takes."""
 
     seconds_per_ktoken: Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX)]
@@ -420,11 +420,11 @@ class KeptPrefill(msgspec.Struct, frozen=True):
 class Rates(msgspec.Struct, frozen=True):
     """What one cost model tells the next."""
 
-    links: Annotated[dict[LinkName, KeptLink], msgspec.Meta(max_length=LINKS_MAX)] = {}
-    prefill: KeptPrefill | None = None
+    links: Annotated[dict[LinkName, SavedLink], msgspec.Meta(max_length=LINKS_MAX)] = {}
+    prefill: SavedPrefill | None = None
 
 
-class KeptRates(msgspec.Struct, frozen=True):
+class SavedRates(msgspec.Struct, frozen=True):
     """A file."""
 
     version: Literal[1]
@@ -436,15 +436,15 @@ class KeptRates(msgspec.Struct, frozen=True):
 
 def encode(owner: Owner, rates: Rates) -> bytes:
     """What is to be written, now."""
-    kept = KeptRates(VERSION, owner, time.time(), rates)
-    return msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n"
+    saved = SavedRates(VERSION, owner, time.time(), rates)
+    return msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
 
 
-def decode(text: bytes) -> KeptRates:
+def decode(text: bytes) -> SavedRates:
     """Read what `encode` wrote; raises ValueError on anything else."""
     if len(text) > BYTES_MAX:
         raise ValueError(f"more than {BYTES_MAX} bytes")
     try:
-        return msgspec.json.decode(text, type=KeptRates)
+        return msgspec.json.decode(text, type=SavedRates)
     except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ValueError(f"not what kvtier writes: {error}") from None

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import BYTES_MAX, KeptRates, Owner, Rates, decode, encode
+from kvtier.cost.rates import BYTES_MAX, Owner, Rates, SavedRates, decode, encode
 from kvtier.system.calls import abandonable
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _MAKING = "making-"
 _ABANDONED_S = 3600.0
 
 
-def read_rates(path: Path) -> KeptRates:
+def read_rates(path: Path) -> SavedRates:
     """What a file says; raises OSError, or ValueError on what kvtier did not write."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(fd, "rb") as file:
@@ -48,7 +48,7 @@ def read_rates(path: Path) -> KeptRates:
         return decode(file.read(BYTES_MAX + 1))
 
 
-def rates_in(folder: Path) -> Iterator[KeptRates]:
+def rates_in(folder: Path) -> Iterator[SavedRates]:
     """All that can be read in a folder."""
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob(f"*{SUFFIX}"))[: 2 * FILES_MAX]:
@@ -65,7 +65,7 @@ class RatesFile:
         digest = hashlib.sha256(msgspec.json.encode(owner)).hexdigest()[:32]
         self.path = folder / f"{digest}{SUFFIX}"
 
-    def read(self) -> KeptRates:
+    def read(self) -> SavedRates:
         """What an earlier run has written; raises OSError, or ValueError on anything else."""
         kept = read_rates(self.path)
         if kept.owner != self.owner:

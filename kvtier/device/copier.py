@@ -171,11 +171,12 @@ class DeviceCopier(ABC):
 
     @abstractmethod
     def wait(self, ids: Collection[int]) -> None:
-        """Sleep until these jobs no longer touch device blocks; loads until their deadline."""
+        """Sleep until these jobs no longer touch device blocks; loads until their deadline. Not for
+        ever: what a device that hangs still touches after that is DROPPED when it ends."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what runs, cancel the rest, release everything."""
+        """End what runs, cancel the rest, release everything; what hangs is left as it is."""
 
 
 def header_fits(

@@ -3,17 +3,17 @@
 Each byte is read once: kernels for the processor copy records and take their checksums in one pass
 (`host_kernels`), all records of a load's batch in one call. Where there are none, one strided copy
 moves the pages of all layers of neighbouring blocks at once, at the speed of a plain memmove and
-without Python's lock, in strips that are added to the checksum right after, while the processor's
+without the GIL, in strips that are added to the checksum right after, while the processor's
 caches hold them. If the checksum of a large record is wrong in the end, the load has failed, and
 the engine computes what the pages should hold; a small one is proved first.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,12 @@ import numpy.typing as npt
 from kvtier.device.copier import DeviceCopier, DeviceLayout, Host, Job, JobResult, Prover
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
 from kvtier.device.proofs import LoadProofs, Parts
-from kvtier.device.queue import Batch, JobQueue, each_row, or_failed
+from kvtier.device.queue import CLOSE_S, Batch, JobQueue, each_row
 from kvtier.record.record import Buffer, PartSum, part_sum
+from kvtier.system.calls import joined
 from kvtier.types import Outcome
+
+logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -206,7 +209,10 @@ class CpuCopier(DeviceCopier):
         try:
             for take in takes:
                 thread = threading.Thread(
-                    target=self._run, args=(take,), name="kvtier-copy", daemon=True
+                    target=job_queue.serve,
+                    args=(take, self._move),
+                    name="kvtier-copy",
+                    daemon=True,
                 )
                 thread.start()
                 self._threads.append(thread)
@@ -228,17 +234,13 @@ class CpuCopier(DeviceCopier):
 
     def close(self) -> None:
         self._job_queue.close()
-        for thread in self._threads:
-            thread.join()
+        if not joined(self._threads, CLOSE_S):  # what it copies stays mapped: it holds views
+            logger.error("a thread that copies has not ended within %g s", CLOSE_S)
 
-    def _run(self, take: Callable[[], Batch | None]) -> None:
-        while (batch := self._job_queue.next(take)) is not None:
-            self._job_queue.finish(batch, self._move_all(batch))
-
-    def _move_all(self, batch: Batch) -> list[Outcome]:
-        if batch.work.loading:
-            return or_failed(batch, partial(self._load, batch))
-        return each_row(batch, self._store)
+    def _move(self, batch: Batch) -> None:
+        loading = batch.work.loading
+        outcomes = self._load(batch) if loading else each_row(batch, self._store)
+        self._job_queue.finish(batch, outcomes)
 
     def _store(self, batch: Batch, row: int) -> Outcome:
         work = batch.work

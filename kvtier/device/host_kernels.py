@@ -27,7 +27,7 @@ Sums = npt.NDArray[np.uint64]
 
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _PAGES = (_ADDRESS,) * 3 + (_NUMBER, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
-# Both give Python's lock away meanwhile.
+# Both give the GIL away meanwhile.
 _STORE = ctypes.CFUNCTYPE(None, _ADDRESS, *_PAGES)
 _LOAD = ctypes.CFUNCTYPE(None, _NUMBER, _ADDRESS, _ADDRESS, _NUMBER, *_PAGES)
 

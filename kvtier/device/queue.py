@@ -10,25 +10,35 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from kvtier.device.accelerator import ERRORS
 from kvtier.device.copier import Busy, DeviceLayout, Ints, Job, JobResult, Pieces, Prover, cut
 from kvtier.interfaces.mover import TransferKind
+from kvtier.system.calls import Attempt
 from kvtier.types import BlockKey, Outcome, group_of
 
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 20.0
+"""The engine's thread waits no longer for a copier's threads to end."""
 LOCK_KEPT_S = 2e-4
-"""For so long the engine's thread keeps Python's lock while one of a copier's waits for it. These
+"""For so long the engine's thread keeps the GIL while one of a copier's waits for it. These
 need it several times for each batch, and briefly (docs/how_it_works/gpu.md)."""
 
 
 class JobQueue:
     """Hands out batches of loads whose records have arrived, and of stores; collects outcomes.
 
-    Threads call `next`, then `finish` (and `released` before it, once a batch no longer touches the
-    device). Rows are moved in batches because meeting at a lock costs as much as a small record.
+    Threads `serve`: they take a batch and `finish` it (and call `released` before that, once the
+    batch no longer touches the device). Rows are moved in batches because meeting at a lock costs
+    as much as a small record.
+
+    The engine's thread waits for stores alone (`wait`), and not for ever: a device may hang. A load
+    is never waited for, and nothing ends it while a thread may still write to its pages: its result
+    comes after that, and vLLM gives the blocks of a load to nobody before.
     """
 
     _POLL_S, _POLL_MAX_S, _POLL_SHARE = 0.001, 0.004, 1 / 32
@@ -40,6 +50,8 @@ class JobQueue:
     """How many records of a job that have not arrived are looked at: they come nearly in order."""
     _SHARE_BATCHES = 4
     """A sharer takes no more at once: a load that has failed goes on until its batches end."""
+    _WAIT_S = 20.0
+    """The engine's thread waits no longer for stores: many times what the largest take."""
 
     def __init__(
         self,
@@ -97,7 +109,7 @@ class JobQueue:
         if not work.loading:
             self._drop_holes(work)
         with self._lock:
-            if self._closing:
+            if self._closing or self._stuck:
                 work.give_up(Outcome.CANCELLED)
             (self._loads if work.loading else self._stores).append(work)
             self._settle(work)
@@ -125,31 +137,54 @@ class JobQueue:
         begun of a store."""
         with self._lock:
             for work in [each for each in [*self._loads, *self._stores] if each.job.id == id]:
-                slots = work.job.slots
                 if not work.loading:
                     work.give_up(Outcome.DROPPED)
-                elif work.unread or any(self._prover.pending(slots[row]) for row in work.waiting):
+                elif work.unread or self._coming(work):
                     work.give_up(Outcome.CANCELLED)
                 self._settle(work)
 
     def wait(self, ids: Collection[int]) -> None:
-        """Sleep until these jobs no longer touch the device."""
+        """Sleep until these jobs no longer touch the device, or have been given up."""
         with self._lock:
             self._awaited = ids
             self._wake()
             if self._touching(ids):
                 self.hurry(True)
-                while self._touching(ids):
-                    self._done.wait()
+                end = self.clock() + (0.0 if self._stuck else self._WAIT_S)
+                while self._touching(ids) and (left := end - self.clock()) > 0:
+                    self._done.wait(left)
+                self._overtake(self._touching(ids))
                 self.hurry(False)
             self._awaited = ()
 
-    def _touching(self, ids: Collection[int]) -> bool:
-        return any(
-            work.job.id in ids
-            and (work.holding or (not work.failed and (work.waiting or work.unread)))
+    def _touching(self, ids: Collection[int]) -> list[Work]:
+        return [
+            work
             for work in [*self._loads, *self._stores]
-        )
+            if work.job.id in ids
+            and (work.holding or (not work.failed and (work.waiting or work.unread)))
+        ]
+
+    def _overtake(self, late: Iterable[Work]) -> None:
+        """The engine goes on, and may write to the pages of these jobs: whatever still touches them
+        has failed, even if its threads say otherwise later. The results come no earlier than that:
+        until then the slots stay reserved, because a thread may still write to them."""
+        for work in late:
+            if not self._stuck:
+                logger.error(
+                    "%s still uses the device after %g s and is given up: nothing is loaded or "
+                    "stored until it ends",
+                    work.what,
+                    self._WAIT_S,
+                )
+            work.overtaken = True
+            work.give_up(Outcome.DROPPED)
+            self._settle(work)
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether something that the engine waited for in vain is still under way."""
+        return any(work.overtaken for work in [*self._loads, *self._stores])
 
     def close(self) -> None:
         """Cancel what has not begun, and send the threads home."""
@@ -170,7 +205,7 @@ class JobQueue:
         """A batch that `take` (one of those below) finds; None at the end, and if it finds none
         and is not to wait for one."""
         with self._lock:
-            while (batch := take()) is None:
+            while (batch := self._taken(take)) is None:
                 if self._closing or not wait:
                     return None
                 self._sleep(take)
@@ -179,6 +214,30 @@ class JobQueue:
             batch.busy.begin(len(batch.rows), self.clock())
             batch.work.holding += len(batch.rows)
             return batch
+
+    def serve(self, take: Callable[[], Batch | None], move: Callable[[Batch], object]) -> None:
+        """The life of a copier's thread: `move` has to finish each batch, or to pass it on."""
+        while (batch := self.next(take)) is not None:
+            with self.moving(batch):
+                move(batch)
+
+    @contextmanager
+    def moving(self, batch: Batch) -> Iterator[None]:
+        """Meanwhile a thread has a batch to itself. If it raises, the batch has failed: the engine
+        waits for its end. By then the device has done whatever it was given (`Attempt`)."""
+        with Attempt(batch.failure):
+            yield
+            return
+        self.finish(batch, [Outcome.IO_ERROR] * len(batch.rows))
+
+    def _taken(self, take: Callable[[], Batch | None]) -> Batch | None:
+        """Its batch. If it raises, nobody knows for which job: all that waits has failed."""
+        with Attempt("nothing can be found that is to be copied"):
+            return take()
+        for work in [*self._loads, *self._stores]:
+            work.give_up(Outcome.IO_ERROR)
+            self._settle(work)
+        return None
 
     def _sleep(self, take: Callable[[], Batch | None]) -> None:
         """Until there may be a batch. What arrives is looked for by one thread: each look is time
@@ -242,18 +301,27 @@ class JobQueue:
     def released(self, batch: Batch) -> None:
         """The batch no longer touches the device, though its outcome is not known."""
         with self._lock:
-            batch.work.holding -= len(batch.rows)
-            self._done.notify_all()
+            self._release(batch)
 
-    def finish(self, batch: Batch, outcomes: list[Outcome], *, released: bool = False) -> None:
-        """What became of a batch's rows."""
+    def _release(self, batch: Batch) -> None:
+        if batch.held:
+            batch.held, batch.overtaken = False, batch.work.overtaken
+            batch.work.holding -= len(batch.rows)
+        self._done.notify_all()
+
+    def finish(self, batch: Batch, outcomes: list[Outcome]) -> None:
+        """What became of a batch's rows; only the first that is said of a batch counts."""
         work = batch.work
         with self._lock:
+            rows = list(zip(batch.rows, outcomes, strict=True))
+            if batch.ended:
+                return
+            batch.ended = True
             batch.busy.end(len(batch.rows), self.clock())
-            if not released:
-                work.holding -= len(batch.rows)
-            self._done.notify_all()
-            for row, outcome in zip(batch.rows, outcomes, strict=True):
+            self._release(batch)
+            for row, outcome in rows:
+                if batch.overtaken:
+                    outcome = Outcome.DROPPED
                 work.outcomes[row] = outcome
                 if outcome.ok:
                     blocks = int(work.pieces.length[row])
@@ -268,12 +336,13 @@ class JobQueue:
         """The engine will recompute the whole request. What has arrived is looked at all the same:
         else each bad record of a prompt would cost one more request its load. So is what arrives
         soon, if bytes were wrong: nobody else proves it."""
-        pending, slots = self._prover.pending, work.job.slots
-        if wrong := why is Outcome.CORRUPT:
+        coming = self._coming(work)
+        if why is Outcome.CORRUPT:
             now = self.clock()
             soon = now + max(self._WRONG_S, now - work.started)
             work.deadline = min(work.deadline, soon)
-        looked_at = [row for row in work.waiting if wrong or not pending(slots[row])]
+            coming = set()
+        looked_at = [row for row in work.waiting if row not in coming]
         work.give_up(Outcome.CANCELLED)
         if not self._closing:
             work.waiting.extend(looked_at)
@@ -296,6 +365,12 @@ class JobQueue:
                 yield row
             elif (left := left - 1) == 0:
                 return
+
+    def _coming(self, work: Work) -> set[int]:
+        """All such rows whose records are on their way; every one if nobody can tell."""
+        with Attempt(f"{work.what} cannot tell what has arrived"):
+            return {row for row in work.waiting if self._prover.pending(work.job.slots[row])}
+        return set(work.waiting)
 
     def _alike(self, work: Work, rows: Iterable[int], at_once: Sequence[int]) -> list[int]:
         """The first of these, as many as are of one group and are handed out at once."""
@@ -330,14 +405,13 @@ class JobQueue:
 
 # A job under way, and the batches of rows that are cut from it.
 
-logger = logging.getLogger(__name__)
-
 
 class Work:
     """A job under way: what waits, what runs, and what became of the rest; rows are its records."""
 
     def __init__(self, job: Job, pieces: Pieces, mark: Any, now: float) -> None:
         self.job = job
+        self.what = f"a {job.kind.value}"
         self.pieces = pieces
         self.mark = mark
         """How far the engine's own work had come when the job was given, as the copier says it."""
@@ -350,6 +424,9 @@ class Work:
         self.outcomes = [Outcome.CANCELLED] * len(pieces)
         self.copying, self.reading = Busy(), Busy()
         self.holding = 0  # running rows that still touch the device
+        self.overtaken = False
+        """The engine has stopped waiting for it, and may write to the pages that it still touches.
+        """
         self.failed = False
         """A record of this load was not what it should be: the others are looked at, not copied."""
         self.moved = self.read = 0
@@ -388,17 +465,27 @@ class Work:
             rows.clear()
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, eq=False):
     """Rows of a job that are moved together, all of one group."""
 
     work: Work
     rows: list[int]
     from_files: bool = False
+    held: bool = True
+    """It still touches the device."""
+    overtaken: bool = False
+    """It did when the engine stopped waiting for it."""
+    ended: bool = False
 
     @property
     def group(self) -> int:
         """The group's position in the layout."""
         return self.work.groups[self.rows[0]]
+
+    @property
+    def failure(self) -> str:
+        """What the log says if a step of it raises."""
+        return f"{self.work.what} of the engine failed"
 
     @property
     def busy(self) -> Busy:
@@ -411,14 +498,12 @@ def each_row(
 ) -> list[Outcome]:
     """One step for every row, in order; for none that is not good any more, if it is said how the
     rows have fared so far."""
-    outcomes = []
+    outcomes, failure = [], batch.failure
     for row, outcome in zip(batch.rows, so_far or [Outcome.OK] * len(batch.rows), strict=True):
         if outcome.ok:
-            try:
+            outcome = Outcome.IO_ERROR
+            with Attempt(failure):
                 outcome = step(batch, row)
-            except ERRORS:
-                logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-                outcome = Outcome.IO_ERROR
         outcomes.append(outcome)
     return outcomes
 
@@ -427,15 +512,6 @@ def unchanged(prover: Prover, stamps: Mapping[int, bytes], batch: Batch, row: in
     """OK if a row's slot still holds the record that it held when these stamps were taken."""
     same = prover.unchanged(batch.work.job.slots[row], stamps[row])
     return Outcome.OK if same else Outcome.GONE
-
-
-def or_failed(batch: Batch, step: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """What a step makes of a batch; if it breaks, nothing of the batch is good."""
-    try:
-        return step()
-    except ERRORS:
-        logger.exception("a %s of the engine failed", batch.work.job.kind.value)
-        return [Outcome.IO_ERROR] * len(batch.rows)
 
 
 def head(outcomes: list[Outcome], failed: bool) -> list[Outcome]:

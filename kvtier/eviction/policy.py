@@ -112,9 +112,7 @@ DEFAULT = "adaptive"
 
 _OURS = {
     "adaptive": "kvtier.eviction.adaptive:Adaptive",
-    "arc": "kvtier.eviction.arc:ARC",
     "lru": "kvtier.eviction.lru:LRU",
-    "s3fifo": "kvtier.eviction.s3fifo:S3FIFO",
 }
 
 

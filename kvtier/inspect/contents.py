@@ -79,7 +79,7 @@ class Reach(enum.Enum):
     MACHINE = "machine"
     """A disk of this machine: `prewarm` fills it."""
     SHARED = "shared"
-    """A store that other machines may share: `snapshot` fills it, `restore` reads it."""
+    """A store that other machines may share: `snapshot` fills it."""
 
 
 class Stored(msgspec.Struct, kw_only=True):

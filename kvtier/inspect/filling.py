@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.inspect.contents import Block, InspectorContext, Stored
+from kvtier.inspect.contents import InspectorContext, Stored
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.tier import Tier, TierContext
 from kvtier.record.record import Buffer, record_bytes
@@ -191,10 +191,6 @@ class Source(ABC):
     ) -> list[Outcome]:
         """Fill each buffer with a record, unproved."""
 
-    @abstractmethod
-    def block(self, at: int, block: Block) -> Block:
-        """The block with what the tier's prover needs to find it."""
-
     def used_again(self, at: int, key: BlockKey) -> bool:
         """Whether a block that could not be proved has been replaced by another meanwhile."""
         return False
@@ -268,7 +264,3 @@ class ListedSource(HandlerSource):
     def spec(self, at: Sequence[int]) -> LoadStoreSpec:
         specs = [self._listed[number].at for number in at]
         return type(specs[0]).join(specs)
-
-    def block(self, at: int, block: Block) -> Block:
-        block.at, block.place = self._listed[at].at, self._listed[at].where
-        return block

@@ -4,7 +4,7 @@ An `Inspector` opens nothing as a tier. It locks and writes nothing unless it is
 running engine does not notice it. What it reads may therefore be a moment old, and a block that is
 just being written may look as if it were not there.
 
-A backend that implements `listing` alone has `ls`, `du`, `show`, `verify` and `prewarm` from and to
+A backend that implements `listing` alone has `ls`, `du`, `verify` and `prewarm` from and to
 its tiers. For the rest the methods here raise `Unsupported`, which says what the kind cannot do.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvtier.errors import ConfigError, KVTierError, Unsupported, said_of
+from kvtier.errors import ConfigError, KVTierError, Unsupported, describe_error
 from kvtier.inspect.contents import (
     Block,
     Cleared,
@@ -108,7 +108,7 @@ class Inspector(ABC, Generic[S]):
         try:
             self._look(depth, uses_of)
         except (KVTierError, OSError) as error:
-            self.contents.troubles.append(said_of(error))
+            self.contents.troubles.append(describe_error(error))
         return self.contents
 
     def _look(self, depth: Depth, uses_of: str | None) -> None:
@@ -176,7 +176,7 @@ class Inspector(ABC, Generic[S]):
         except FileNotFoundError:  # removed since it was listed
             return
         except (KVTierError, OSError) as error:
-            if (said := said_of(error)) not in self.contents.troubles:
+            if (said := describe_error(error)) not in self.contents.troubles:
                 self.contents.troubles.append(said)
 
     # -- what is retained
@@ -236,7 +236,7 @@ class Inspector(ABC, Generic[S]):
         try:
             remove()
         except (KVTierError, OSError) as error:
-            done.kept = said_of(error)
+            done.kept = describe_error(error)
         return done
 
     def forget_troubles(self, begins: str) -> None:

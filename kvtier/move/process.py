@@ -35,10 +35,13 @@ from kvtier.move.protocol import (
 from kvtier.move.queues import STAGING_BYTES
 from kvtier.move.threads import TransferCounts
 from kvtier.settings import TierSettings
+from kvtier.system.calls import Attempt
 from kvtier.types import Outcome
 
 log = logging.getLogger(__name__)
 
+START_GRACE_SECONDS = 10.0
+"""Who opens a mover waits no longer than this for what the system does to start a process."""
 CLOSE_SECONDS = 2.0
 """Who closes waits no longer for what is being moved: it is not done, and is done again."""
 CLOSED_END_SECONDS = 1.0
@@ -64,9 +67,9 @@ class ProcessMover(Mover):
     sleeps beside it. It starts the process (which dies with that thread, and so with this
     process), sees its death, and kills it when a result is later than it can be: later than the
     transfer's deadline, the longest call of its handlers (`Handler.call_seconds`) and
-    `grace_seconds` together. Only when the process is dead beyond doubt does what it had in flight
-    end, as DROPPED or TIMEOUT, because a result promises that nothing writes to its target any
-    more.
+    `grace_seconds` together. It kills it, too, after a mistake of its own. Only when the process is
+    dead beyond doubt does what it had in flight end, as DROPPED or TIMEOUT, because a result
+    promises that nothing writes to its target any more.
     """
 
     def __init__(
@@ -120,11 +123,12 @@ class ProcessMover(Mover):
         self._await_start()
 
     def _await_start(self) -> None:
-        self._started.wait()
+        seconds = self._start_seconds + END_SECONDS + START_GRACE_SECONDS
+        if not self._started.wait(seconds):
+            self._failure = MoverError(f"the mover's process did not start within {seconds:g} s")
         if self._failure is not None:
             self._closed = True
-            self._supervisor.join()
-            self._release()
+            self._end_supervisor()
             raise self._failure
 
     @property
@@ -212,9 +216,7 @@ class ProcessMover(Mover):
             self._closed_at = time.monotonic()
             if self._link is not None:
                 self._link.hang_up()
-        os.eventfd_write(self._wake, 1)
-        self._supervisor.join()
-        self._release()
+        self._end_supervisor()
 
     def _push(self, link: Link) -> None:
         """Under the lock: what the socket did not take is the supervisor's to send."""
@@ -232,7 +234,13 @@ class ProcessMover(Mover):
                     self._books.ended(flight.transfer, result)
                     self._results.append(result)
 
-    def _release(self) -> None:
+    def _end_supervisor(self) -> None:
+        """Wait for it, but not for ever: it may wait for the system. Then it keeps what it uses."""
+        os.eventfd_write(self._wake, 1)
+        self._supervisor.join(CLOSE_SECONDS + CLOSED_END_SECONDS + START_GRACE_SECONDS)
+        if self._supervisor.is_alive():
+            log.error("the mover's supervisor does not end: the system does not answer it")
+            return
         os.eventfd_write(self._ready, 1)
         with self._waiting:
             self._arrivals.close()
@@ -245,24 +253,36 @@ class ProcessMover(Mover):
         backoff = BACKOFF_SECONDS
         while not self._closed:
             began = time.monotonic()
-            try:
-                link = self._start()
-            except MoverError as error:
-                self._lost = True
-                if not self._started.is_set():
-                    self._failure = error
-                    self._started.set()
-                    return
-                if not self._closed:
-                    log.error("the mover cannot be started again, will try on: %s", error)
-            else:
+            with Attempt("a mistake in the mover's supervisor, which starts its process again"):
+                self._run_process()
+            if not self._started.is_set():
+                self._failure = self._failure or MoverError(
+                    "the mover's process cannot be started; the log says why"
+                )
                 self._started.set()
-                self._watch(link)
-                self._bury(link)
+                return
             if time.monotonic() - began > BACKOFF_SECONDS_MAX:
                 backoff = BACKOFF_SECONDS
             self._pause(backoff)
             backoff = min(2 * backoff, BACKOFF_SECONDS_MAX)
+
+    def _run_process(self) -> None:
+        """Start a process, and see it to its end: whatever is raised, it is dead then, and nothing
+        is in flight."""
+        try:
+            link = self._start()
+        except (MoverError, OSError) as error:
+            self._lost = True
+            if not self._started.is_set():
+                self._failure = MoverError(str(error))
+            elif not self._closed:
+                log.error("the mover cannot be started again, will try on: %s", error)
+            return
+        self._started.set()
+        try:
+            self._watch(link)
+        finally:
+            self._bury(link)
 
     def _start(self) -> Link:
         """Start a process and make it the one that submissions go to."""
@@ -273,10 +293,11 @@ class ProcessMover(Mover):
         try:
             ready = link.start(self._hello, self._start_seconds, self._wake)
             self._arrivals.register(link.socket, select.EPOLLIN)
-        except (MoverError, OSError) as error:
+        except BaseException:
+            self._lost = True
             link.end()
             link.close()
-            raise MoverError(str(error)) from error
+            raise
         with self._lock:
             if self._started.is_set():
                 self._books.restarted()
@@ -328,7 +349,8 @@ class ProcessMover(Mover):
         if not self._closed:
             log.error("the mover's process %d ended with status %d", link.pid, status)
         with self._lock:
-            self._absorb(link)
+            with Attempt("what the mover's process said last is not understood"):
+                self._absorb(link)
             now = time.monotonic()
             for flight in self._flights.values():
                 transfer = flight.transfer

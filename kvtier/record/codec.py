@@ -2,7 +2,7 @@
 
 Checksums are of the raw payload, so a codec cannot make wrong bytes right: decoding checks lengths
 before it uses them, and what it gives is proved like any other record. All the heavy work runs
-without Python's lock, so threads compress side by side.
+without the GIL, so threads compress side by side.
 """
 
 from __future__ import annotations

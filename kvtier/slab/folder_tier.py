@@ -97,11 +97,10 @@ class RetentionFiles:
     under its name; all engines of a namespace heed what is pinned.
     """
 
-    def __init__(self, retained: RetainedBlocks, keeper: Keeper, mutex: threading.RLock) -> None:
+    def __init__(self, retained: RetainedBlocks, keeper: Keeper) -> None:
         self._retained = retained
         self._folder = keeper.folder
         self._warn = keeper.warn_once
-        self._mutex = mutex
         self._list: KeptList | None = None
         self._heeds_pins = False
         self._read: dict[BlockKey, float] | None = None
@@ -142,8 +141,10 @@ class RetentionFiles:
 
     def look(self, *, at_end: bool = False) -> None:
         """For the keeper's thread: write the list if that has changed, and read what is pinned."""
-        if self._list is not None:
-            self._list.write(self._mutex, at_once=at_end)
+        if self._list is not None and at_end:
+            self._list.close()
+        elif self._list is not None:
+            self._list.write()
         if self._heeds_pins and not at_end:
             self._look_at_pins()
 
@@ -203,7 +204,7 @@ class FolderTier(SlabTier):
         super().__init__(medium, keeper.limits.slot_bytes, policy, clock)
         self.turns = Turns(self.idle_s)
         self._keeper = keeper
-        self._retention = RetentionFiles(self.retained, keeper, self.turns.mutex)
+        self._retention = RetentionFiles(self.retained, keeper)
         self._places = Places(keeper.folder.aligned)
         self._copies = Copies()
         self._unwritten: set[int] = set()

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.retained import kept_file
-from kvtier.errors import FormatError, KVTierError, NewerFormat, said_of
+from kvtier.errors import FormatError, KVTierError, NewerFormat, describe_error
 from kvtier.inspect.contents import Block, Cell, Contents, Hold, InspectorContext, Part, read_file
 from kvtier.inspect.filling import ROW, Rows, Source, TierOpener
 from kvtier.inspect.inspector import Inspector
@@ -155,18 +155,6 @@ class SlabSource(Source):
         rows["bytes"] = self.slab.header.slot_bytes
         return rows
 
-    def block(self, at: int, block: Block) -> Block:
-        return SlabBlock(
-            tier=self.tier,
-            kind=self.kind,
-            namespace=self.slab.namespace,
-            key=block.key,
-            bytes=self.slab.header.slot_bytes,
-            stored_at=block.stored_at,
-            slab=self.slab,
-            slot=at,
-        )
-
     def used_again(self, at: int, key: BlockKey) -> bool:
         try:
             return not self.slab.holds(at, key)
@@ -250,7 +238,7 @@ class SlabInspector(Inspector[S]):
             try:
                 sessions = kept_file.read(path, bytes.fromhex(namespace))
             except (FormatError, OSError) as error:
-                said = f"{path} does not say what is retained: {said_of(error)}"
+                said = f"{path} does not say what is retained: {describe_error(error)}"
                 if said not in self.contents.troubles:
                     self.contents.troubles.append(said)
                 continue
@@ -273,7 +261,7 @@ class SlabInspector(Inspector[S]):
             try:
                 entries = slab.entries()
             except OSError as error:
-                found.troubles.append(said_of(error))
+                found.troubles.append(describe_error(error))
                 continue
             self.slabs.append(slab)
             part = parts.setdefault(
@@ -370,7 +358,7 @@ class SlabInspector(Inspector[S]):
             except FileNotFoundError:  # somebody else has just removed it
                 continue
             except (KVTierError, OSError) as error:
-                left.append(said_of(error))
+                left.append(describe_error(error))
         return left
 
 
@@ -398,4 +386,4 @@ def trouble(path: Path, error: FormatError | OSError) -> str:
         return f"{path} has no namespace.json; it is left alone: remove it if it is nobody's"
     if error.errno in _NO_FILE:
         return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"
-    return said_of(error)
+    return describe_error(error)

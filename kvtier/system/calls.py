@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import queue
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_CLOSE_S = 0.2
 
 
 def abandonable(call: Callable[[], T], name: str) -> Future[T]:
@@ -26,6 +32,91 @@ def abandonable(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return answer
+
+
+class AbandonableCalls:
+    """Threads that are kept for calls which may last longer than their callers wait. The thread of
+    a call that was left behind is free again when that call ends."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
+        self._most = most
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._waiting = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+
+    def run(self, call: Callable[[], T], seconds: float) -> T:
+        """What the call returns or raises. Raises TimeoutError if it has not ended by then, and
+        RuntimeError if there is no thread for it."""
+        result: Future[T] = Future()
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._start()
+        self._waiting.put((call, result))
+        return result.result(min(seconds, threading.TIMEOUT_MAX))
+
+    def _start(self) -> None:
+        if len(self._threads) >= self._most:
+            raise RuntimeError(f"{self._most} calls have not ended")
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            call, result = item
+            try:
+                result.set_result(call())
+            except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+                result.set_exception(error)
+            finally:
+                if not result.done():  # this thread ends
+                    with self._lock, contextlib.suppress(ValueError):
+                        self._threads.remove(threading.current_thread())
+                    result.set_exception(RuntimeError(f"{self._name} has given up"))
+            del item, call, result  # what they hold belongs to the caller
+            with self._lock:
+                self._idle += 1
+
+    def close(self) -> None:
+        """End the threads as soon as their calls have ended; waits for a moment only."""
+        with self._lock:
+            threads, self._threads, self._idle = self._threads, [], 0
+        for _ in threads:
+            self._waiting.put(None)
+        joined(threads, _CLOSE_S)
+
+
+class Attempt:
+    """Logs whatever is raised in its block, under a headline, and goes on after the block.
+
+    For threads that others wait for: one that ended would leave them waiting. What follows the
+    block tells them that it failed.
+    """
+
+    def __init__(self, failure: str) -> None:
+        self._failure = failure
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        logger.error("%s", self._failure, exc_info=error)
+        return True
+
+
+def joined(threads: Sequence[threading.Thread], seconds: float) -> bool:
+    """Wait until threads have ended, at most so long; whether they have."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 # The end of what was opened together.

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.record.record import Buffer
+from kvtier.system.calls import Attempt
 from kvtier.system.disk import mounted
 from kvtier.system.numa import bind_thread
 
@@ -163,8 +164,14 @@ class Populating:
             self._run()
 
     def _run_near(self) -> None:
-        bind_thread(self._cores)
-        self._run()
+        with Attempt("memory cannot be taken before it is used"):
+            bind_thread(self._cores)
+            self._run()
+            return
+        with self._changed:  # whoever waits for it must not wait for ever
+            self.whole = False
+            self._end()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:

@@ -2,16 +2,18 @@
 
 Importing this package imports neither vLLM nor torch; asking for the connector imports both.
 
-- `engine_settings.py`: what is settled or refused before vLLM's own connector is constructed
 - `connector.py`: the class that vLLM loads; `spec.py`: what vLLM builds behind it, in its words
+- `settings.py`: what `--kv-transfer-config` says, and what is settled before vLLM's connector is
+  constructed; `unsupported_modes.py`: what an engine cannot do
 - `hooks/`: the border to vLLM, where all that it does not promise is touched
-- `scheduler/`: what is found, loaded and stored; `worker/`: the copies of one rank
-- `protocol.py`: what these two tell each other
+- `manager.py`: what is found, loaded and stored; `requests.py`, `deferrals.py`, `engine_load.py`,
+  `hints.py` and `waiting_prefetches.py`: what it knows of requests and of the engine
+- `worker.py`: the copies of one rank; `protocol.py`: what manager and workers tell each other
+- `metrics.py` and `events.py`: what is told of it
 - `identity/`: namespaces, keys and fingerprints
-- `settings.py`: what `--kv-transfer-config` says; `unsupported_modes.py`: what an engine cannot do
 - `plugin.py`: what vLLM runs before it reads its settings
 - `guard.py`: no exception of kvtier's reaches vLLM
-- `serving/`: prompts, a server process and a small model, for the command line
+- `serving/`: a server process and a small model, for the command line
 """
 
 from __future__ import annotations

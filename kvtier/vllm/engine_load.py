@@ -9,48 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvtier.cost.model import CostModel
-
-
-class Backlog:
-    """Knows the prompts that the engine has begun, or is about to, and what is left of each.
-
-    vLLM asks about a request only when all that runs has got its tokens of the step, so this is
-    what the device is at, what is left of the prompts in the step, and nothing else. A request
-    whose load is under way is no part of it: it is admitted once more when that has ended.
-    """
-
-    def __init__(self, costs: CostModel | None, pace: Pace) -> None:
-        self._costs = costs
-        self._pace = pace
-        self._left: dict[str, tuple[int, int]] = {}
-        self._seconds: float | None = 0.0
-        """How long all of that takes to compute; None if it is to be reckoned anew."""
-
-    def admitted(self, request: str, start: int, stop: int) -> None:
-        """The engine will compute tokens `start:stop` of a request from this step on."""
-        if stop > start:
-            self._left[request], self._seconds = (start, stop), None
-
-    def stepped(self, scheduled: Mapping[str, int]) -> None:
-        """A step begins that computes so many tokens of each."""
-        for request, (start, stop) in list(self._left.items()):
-            self.gone(request)
-            self.admitted(request, start + scheduled.get(request, 0), stop)
-
-    def gone(self, request: str) -> None:
-        """It has ended."""
-        if self._left.pop(request, None) is not None:
-            self._seconds = None
-
-    def tell(self) -> None:
-        """Tell the cost model, which is about to be asked."""
-        if self._costs is None:
-            return
-        if self._seconds is None:
-            times = (self._costs.recompute_seconds(*each) for each in self._left.values())
-            self._seconds = sum(seconds or 0.0 for seconds in times)
-        self._costs.observe_queue(self._pace.under_way(), self._seconds)
-
+from kvtier.vllm.requests import Requests
 
 # How fast the engine computes prompts, read off the times between its scheduler's steps.
 
@@ -167,3 +126,53 @@ class Pace:
         left = sum(self._usual(step.tokens, step.context) for step in self._steps)
         done = self._clock() - max(self._steps[0].began, self._ended)
         return max(0.0, left - done) if left < math.inf else 0.0
+
+
+class EngineLoad:
+    """Knows who waits for the engine, the prompts that it has begun, or is about to, and what is
+    left of each; and tells the cost model, which asks before each decision.
+
+    vLLM asks about a request only when all that runs has got its tokens of the step, so this is
+    what the device is at, what is left of the prompts in the step, and nothing else. A request
+    whose load is under way is no part of it: it is admitted once more when that has ended.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        costs: CostModel | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._requests = requests
+        self._costs = costs
+        self.pace = Pace(costs, clock)
+        self._left: dict[str, tuple[int, int]] = {}
+        self._seconds: float | None = 0.0
+        """How long all of that takes to compute; None if it is to be reckoned anew."""
+
+    def admitted(self, request: str, start: int, stop: int) -> None:
+        """The engine will compute tokens `start:stop` of a request from this step on."""
+        if stop > start:
+            self._left[request], self._seconds = (start, stop), None
+
+    def stepped(self, each: Mapping[str, int]) -> None:
+        """A step begins that computes so many tokens of each."""
+        self._requests.stepped()
+        for request, (start, stop) in list(self._left.items()):
+            self.gone(request)
+            self.admitted(request, start + each.get(request, 0), stop)
+
+    def gone(self, request: str) -> None:
+        """It has ended."""
+        if self._left.pop(request, None) is not None:
+            self._seconds = None
+
+    def tell(self) -> None:
+        """Tell the cost model, which is about to be asked."""
+        if self._costs is None:
+            return
+        if self._seconds is None:
+            times = (self._costs.recompute_seconds(*each) for each in self._left.values())
+            self._seconds = sum(seconds or 0.0 for seconds in times)
+        self._costs.observe_waiting(self._requests.behind)
+        self._costs.observe_queue(self.pace.under_way(), self._seconds)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -53,3 +54,22 @@ def guarded(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P
         return call
 
     return decorate
+
+
+def never_raising(wrapped: T) -> T:
+    """The same object, whose methods answer None where one raises."""
+    return cast(T, _Guarded(wrapped))
+
+
+class _Guarded:
+    def __init__(self, wrapped: object) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        @guarded(lambda: None)
+        def call(*arguments: Any, **named: Any) -> Any:
+            # Found by its name each time, not bound once: tests put others in its place.
+            return getattr(self._wrapped, name)(*arguments, **named)
+
+        self.__dict__[name] = call
+        return call

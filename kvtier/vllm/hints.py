@@ -15,7 +15,7 @@ from kvtier.chain.plan import NOWHERE
 from kvtier.chain.tier_chain import TierChain
 from kvtier.core.retained.retained_blocks import NO_SESSION, SESSION_CHARS_MAX, is_session
 from kvtier.types import BlockKey, Namespace
-from kvtier.vllm.requests import RequestState
+from kvtier.vllm.requests import Requests, RequestState
 
 PREFETCHES_MAX = 64
 BLOCKS_MAX = 4096
@@ -27,7 +27,7 @@ BEGINS_S = 5.0
 _NAMED = "hint "
 
 
-class _Early(msgspec.Struct, eq=False):
+class _SessionPrefetch(msgspec.Struct, eq=False):
     """A prefetch for a session."""
 
     request: str
@@ -42,7 +42,7 @@ class Hints:
         self,
         chain: TierChain,
         namespace: Namespace,
-        requests: Mapping[str, RequestState],
+        requests: Requests,
         words: Callable[[], tuple[Mapping[int, Shape], bytes]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,28 +53,28 @@ class Hints:
         self._requests = requests
         self._words = words
         self._clock = clock
-        self._understanding = Understanding()
-        self._wishes: dict[str, list[Wish]] = {}
-        self._early: dict[str, _Early] = {}
+        self._parser = HintParser()
+        self._actions: dict[str, list[HintAction]] = {}
+        self._early: dict[str, _SessionPrefetch] = {}
 
     @property
     def ignored(self) -> Mapping[str, int]:
         """How many hints were not understood, by why."""
-        return self._understanding.ignored
+        return self._parser.ignored
 
     def said(self, request: str, parameters: object, actions: Iterable[Action]) -> None:
         """This came with a request that was just added."""
-        wishes = self._understanding.wishes(parameters, actions)
-        if not wishes:
+        wanted = self._parser.parse(parameters, actions)
+        if not wanted:
             return
-        self._wishes[request] = wishes
-        for wish in wishes:
-            if isinstance(wish, Prefetch) and wish.session != NO_SESSION:
-                self._prefetch(request, wish.session)
+        self._actions[request] = wanted
+        for action in wanted:
+            if isinstance(action, Prefetch) and action.session != NO_SESSION:
+                self._prefetch(request, action.session)
 
     def any_of(self, request: str) -> bool:
         """Whether there is something to be done when this request ends."""
-        return request in self._wishes
+        return request in self._actions
 
     # -- prefetches for sessions ---------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Hints:
         keys = self._chain.retention.blocks_of(session)[:BLOCKS_MAX] if prefetches.on else []
         if keys and (session in self._early or len(self._early) < PREFETCHES_MAX):
             self._end_early(session, served=True)
-            self._early[session] = _Early(request, self._clock())
+            self._early[session] = _SessionPrefetch(request, self._clock())
             prefetches.want(_NAMED + session, keys)
 
     def _end_early(self, session: str, *, served: bool) -> None:
@@ -115,8 +115,8 @@ class Hints:
     def ended(self, request: str, ends: Mapping[bytes, int], prompt: int) -> None:
         """A request ends, and has these keys: what it wished for begins now. What was generated
         after so many tokens of its `prompt` counts as far as it was stored."""
-        wishes = self._wishes.pop(request, None)
-        if not wishes:
+        wanted = self._actions.pop(request, None)
+        if not wanted:
             return
         used: list[tuple[BlockKey, int]] = []
         state, (shapes, epoch) = self._requests.get(request), self._words()
@@ -124,15 +124,15 @@ class Hints:
             state.arrange(shapes, ends, epoch)
             used = self._stored(self._used(state, shapes), prompt)
         retention = self._chain.retention
-        for wish in wishes:
-            if isinstance(wish, Retain):
-                retention.retain(_between(used, wish), wish.session, wish.seconds)
-            elif isinstance(wish, LetGo):
-                retention.release(wish.session, _between(used, wish), all=False)
-            elif isinstance(wish, Release):
-                own = [key for key, _ in used] if wish.own else []
-                retention.release(wish.session, own, all=wish.session != NO_SESSION)
-            session = wish.session
+        for action in wanted:
+            if isinstance(action, Retain):
+                retention.retain(_between(used, action), action.session, action.seconds)
+            elif isinstance(action, LetGo):
+                retention.release(action.session, _between(used, action), all=False)
+            elif isinstance(action, Release):
+                own = [key for key, _ in used] if action.own else []
+                retention.release(action.session, own, all=action.session != NO_SESSION)
+            session = action.session
             if session in self._early and self._early[session].request != request:
                 self._end_early(session, served=True)
 
@@ -154,19 +154,21 @@ class Hints:
 
     def gone(self, request: str) -> None:
         """It has ended, whatever became of it."""
-        self._wishes.pop(request, None)
+        self._actions.pop(request, None)
 
     def forget(self) -> None:
         """All tiers are empty, and what requests have wished for is void."""
         for session in list(self._early):
             self._end_early(session, served=False)
-        self._wishes.clear()
+        self._actions.clear()
 
 
-def _between(used: Sequence[tuple[BlockKey, int]], wish: Retain | LetGo) -> list[BlockKey]:
+def _between(used: Sequence[tuple[BlockKey, int]], action: Retain | LetGo) -> list[BlockKey]:
     """The blocks of which the last token lies in a range."""
     return [
-        key for key, end in used if end > wish.start and (wish.stop is None or end <= wish.stop)
+        key
+        for key, end in used
+        if end > action.start and (action.stop is None or end <= action.stop)
     ]
 
 
@@ -225,7 +227,7 @@ class Prefetch(NamedTuple):
     session: str = NO_SESSION
 
 
-Wish = Retain | LetGo | Release | Prefetch
+HintAction = Retain | LetGo | Release | Prefetch
 
 
 class _NotUnderstood(Exception):
@@ -283,7 +285,7 @@ def _seconds(value: float | None) -> float | None:
     return value
 
 
-def _retain(payload: Mapping[str, Any]) -> Iterable[Wish]:
+def _retain(payload: Mapping[str, Any]) -> Iterable[HintAction]:
     said = msgspec.convert(payload, _Retain, strict=True)
     session = _session(said.scope, said.session_id)
     if said.directives is None:
@@ -295,7 +297,7 @@ def _retain(payload: Mapping[str, Any]) -> Iterable[Wish]:
     return [_of_range(session, each) for each in said.directives]
 
 
-def _of_range(session: str, said: _Directive) -> Wish:
+def _of_range(session: str, said: _Directive) -> HintAction:
     """A prefix is of use from its head on: what covers the output alone covers all before it."""
     start, stop = (0, None) if said.covers_output else (said.start, said.end)
     if start < 0 or not 0 <= said.priority <= 100 or (stop is not None and stop <= start):
@@ -305,17 +307,17 @@ def _of_range(session: str, said: _Directive) -> Wish:
     return Retain(session, _seconds(said.duration), start, stop)
 
 
-def _release(payload: Mapping[str, Any]) -> Iterable[Wish]:
+def _release(payload: Mapping[str, Any]) -> Iterable[HintAction]:
     said = msgspec.convert(payload, _Session, strict=True)
     return [Release(_session(said.scope, said.session_id), said.include_current_request)]
 
 
-def _prefetch(payload: Mapping[str, Any]) -> Iterable[Wish]:
+def _prefetch(payload: Mapping[str, Any]) -> Iterable[HintAction]:
     said = msgspec.convert(payload, _Session, strict=True)
     return [Prefetch(_session(said.scope, said.session_id))]
 
 
-_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Wish]]] = {
+_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[HintAction]]] = {
     "kv.retain": _retain,
     "kv.prefetch": _prefetch,
     "kv.release": _release,
@@ -326,7 +328,7 @@ _ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Wish]]] = {
 _VERSION = "1"
 
 
-def _of_parameters(said: object) -> Iterable[Wish]:
+def _of_parameters(said: object) -> Iterable[HintAction]:
     if not isinstance(said, Mapping):
         return []
     try:
@@ -334,26 +336,26 @@ def _of_parameters(said: object) -> Iterable[Wish]:
     except (msgspec.ValidationError, TypeError) as error:
         raise _NotUnderstood(str(error)) from None
     session, seconds = _session(parameters.session), _seconds(parameters.retain_s)
-    wishes: list[Wish] = []
+    wanted: list[HintAction] = []
     if parameters.prefetch:
-        wishes.append(Prefetch(session))
+        wanted.append(Prefetch(session))
     if parameters.release:
-        wishes.append(Release(session))
+        wanted.append(Release(session))
     elif seconds is not None or session != NO_SESSION:
-        wishes.append(Retain(session, seconds))
-    return wishes
+        wanted.append(Retain(session, seconds))
+    return wanted
 
 
-class Understanding:
+class HintParser:
     """Reads what is said; counts what it does not understand, and logs each kind of it once."""
 
     def __init__(self) -> None:
         self.ignored = {UNKNOWN: 0, MALFORMED: 0}
         self._said: set[str] = set()
 
-    def wishes(self, parameters: object, actions: Iterable[Action]) -> list[Wish]:
+    def parse(self, parameters: object, actions: Iterable[Action]) -> list[HintAction]:
         """All that is wished for with one request."""
-        found: list[Wish] = []
+        found: list[HintAction] = []
         try:
             found += _of_parameters(parameters)
         except _NotUnderstood as reason:
@@ -365,7 +367,7 @@ class Understanding:
             found += self._of(action)
         return found
 
-    def _of(self, action: Action) -> Iterable[Wish]:
+    def _of(self, action: Action) -> Iterable[HintAction]:
         read = _ACTIONS.get(action.type)
         name = f"{str(action.type)[:_SHOWN]} {str(action.version)[:_SHOWN]}"
         if read is None or str(action.version).partition(".")[0] != _VERSION:

@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from kvtier.chain.hits import Decision, Shape, junction
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.plan import HOST, JOINING
@@ -20,21 +22,58 @@ from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Outcome
-from kvtier.vllm.engine_load import Backlog, Pace
+from kvtier.vllm.deferrals import Deferrals, LoadDeadlines
+from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.hints import Hints
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
-from kvtier.vllm.requests import (
-    Arrivals,
-    Expected,
-    LoadDeadlines,
-    Pending,
-    RequestState,
-    Room,
-    WaitingRequests,
-)
+from kvtier.vllm.requests import Event, HandoverDeferral, Requests, RequestState
 from kvtier.vllm.waiting_prefetches import WaitingPrefetches
 
 logger = logging.getLogger(__name__)
+
+
+class Pending(msgspec.Struct):
+    """An errand that not all ranks have reported yet."""
+
+    request: str
+    keys: list[BlockKey]
+    """As the tiers know them, in the errand's order."""
+    left: int
+    ticket: Ticket | None = None
+    """Of a load; None for a store."""
+    grown: list[BlockKey] = []
+    """Those of a store in the order of their tokens."""
+    report: Report | None = None
+    distrusted: bool = False
+    """A store of what may have been computed from blocks that were never loaded."""
+
+    def merge(self, report: Report) -> Report | None:
+        """What all ranks say, once they all have."""
+        self.report = report if self.report is None else self.report.merge(report)
+        self.left -= report.ranks
+        return self.report if self.left <= 0 else None
+
+    def failed(self, report: Report) -> dict[BlockKey, Outcome]:
+        """What did not make it, and why."""
+        failures = report.failures
+        return {key: failures[at] for at, key in enumerate(self.keys) if at in failures}
+
+    def tell_of_loss(self, outcomes: Collection[Outcome], late: bool) -> None:
+        """Log that a load has not come: it failed, or was only `late`."""
+        blocks, request = len(self.keys), self.request
+        if late:
+            logger.info(
+                "a load of %d blocks for request %s takes longer than computing: it is not awaited",
+                blocks,
+                request,
+            )
+        else:
+            logger.warning(
+                "a load of %d blocks for request %s failed (%s): it is recomputed",
+                blocks,
+                request,
+                ", ".join(sorted({outcome.value for outcome in outcomes})),
+            )
 
 
 class ChainManager:
@@ -55,20 +94,17 @@ class ChainManager:
         self.shapes: Mapping[int, Shape] = {}
         """The cache groups that are kept; until they are known, nothing is found."""
         self._clock, self.costs = clock, costs
-        self.pace = Pace(costs, clock)
-        self._backlog = Backlog(costs, self.pace)
-        self._crowd = WaitingRequests()
+        self._requests = Requests()
+        self.load = EngineLoad(self._requests, costs, clock)
         namespace = stack.namespace
         self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
         self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
-        self._patience = LoadDeadlines(costs, clock, self._load_seconds)
-        self._room = Room(self.chain.reservations, self._patience, self._crowd, clock)
-        self._arrivals = Arrivals(self.chain, costs, clock)
+        self._deadlines = LoadDeadlines(costs, clock, self._load_seconds)
+        self._deferrals = Deferrals(self.chain, self._requests, self._deadlines, costs, clock)
         self.ahead = WaitingPrefetches(self.chain, costs, namespace.group_bytes, clock)
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
-        self._requests: dict[str, RequestState] = {}
         self._computing, self._epoch = False, b""
         self.hints = Hints(
             self.chain, namespace, self._requests, lambda: (self.shapes, self._epoch), clock
@@ -77,54 +113,54 @@ class ChainManager:
 
     # -- keys ------------------------------------------------------------------------------
 
-    def on_new_request(self, request: str, salt: bytes | None = b"") -> None:
+    def on_new_request(
+        self, request: str, salt: bytes | None = b"", *, identified: bool = True
+    ) -> None:
         """A request was added; `salt` stands for what its block hashes do not cover, None for what
-        nobody knows."""
-        self._crowd.came(request)
-        kept = salt is not None
-        self._requests[request] = RequestState(salt=salt or b"", kept=kept, refused=not kept)
+        nobody knows. What is not `identified` yet is told later (`identify`)."""
+        state = RequestState(identified=False, refused=True)
+        self._requests.add(request, state)
+        if identified:
+            state.identify(salt)
+
+    def identify(self, request: str, salt: bytes | None) -> None:
+        """What its block hashes do not cover is known now, or nobody will know."""
+        self._requests.of(request).identify(salt)
 
     def keep_no_more(self, request: str | None = None) -> None:
         """What there is of this request, or of all (None), may be half computed, or wrong. It may
         have ended, too, while a store of it is under way."""
-        for name in self._requests if request is None else self._requests.keys() & {request}:
-            self._requests[name].kept = False
+        one = None if request is None else self._requests.get(request)
+        for state in self._requests if request is None else [one] if one else []:
+            state.kept = False
 
     def known_as(self, key: bytes, request: str) -> BlockKey:
         """The key by which the tiers know this one of a request's."""
-        return self._state(request).known_as([key], self._epoch)[0]
-
-    def _state(self, request: str) -> RequestState:
-        state = self._requests.get(request)
-        if state is None:
-            state = self._requests[request] = RequestState()
-        return state
+        return self._requests.of(request).known_as([key], self._epoch)[0]
 
     # -- loads -----------------------------------------------------------------------------
 
-    def asks(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
+    def begin_lookup(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
         """The engine is about to look up what it could load between these tokens; `scarce` if it
         may lack the blocks for it."""
-        state = self._state(request)
-        self._crowd.asked(request, scarce)
-        if self.costs is not None:
-            self.costs.observe_waiting(self._crowd.behind)
-            self._backlog.tell()
+        state = self._requests.of(request)
+        self._requests.asked(request, scarce)
+        self.load.tell()
         state.start, state.limit, state.hits, state.junction = start, limit, None, 0
 
-    def put_off(self, request: str, loading: Collection[bytes] = ()) -> None:
+    def defer(self, request: str, loading: Collection[bytes] = ()) -> None:
         """It has to wait for what is being copied (`loading` from the tiers), and will be asked
         about again."""
-        self._crowd.put_off(request)
-        self._room.joins(self._state(request), self.shapes, loading)
+        self._requests.on(Event.PUT_OFF, request)
+        self._deferrals.for_load(self._requests.of(request), self.shapes, loading)
 
     def scheduled(self, request: str, start: int = 0, stop: int = 0) -> None:
         """It has its blocks: for a load, or for tokens `start:stop`, which are computed now."""
-        self._crowd.scheduled(request)
+        self._requests.scheduled(request, loads=stop <= start)
         self.ahead.left(request, served=True)
-        state = self._state(request)
-        self._backlog.admitted(request, max(start, state.start), stop)
-        state.waits_since = state.expected = state.joined = None
+        state = self._requests.of(request)
+        self.load.admitted(request, max(start, state.start), stop)
+        state.deferral = state.deferred_since = state.expected = None
 
     def lookup(self, key: bytes, request: str, ends: Mapping[bytes, int]) -> bool | None:
         """Whether a block is here, can be taken in, and is worth its load; None if the request had
@@ -135,55 +171,55 @@ class ChainManager:
         first question of a step is answered for the whole request. `ends` are the request's keys
         with the token after each, in order.
         """
-        state = self._state(request)
+        state = self._requests.of(request)
         if state.refused:
             return False
         hits = state.hits if state.hits is not None else self._answer(request, state, ends)
-        return None if state.waits else key in hits
+        return None if state.told_to_wait else key in hits
 
     def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
         """Decide on all of a request: its hits, and whether it waits."""
         state.arrange(self.shapes, ends, self._epoch)
-        state.spare, state.shortage, state.joined = self.chain.reservations.spare(), None, None
-        state.waits = self._arrivals.awaits(request, state, self.shapes)
-        state.hits = set() if state.waits else self._look_up(state)
-        if not state.waits and state.decision.short_of_room and self._loading:
-            state.waits = self._room.awaits(request, state, state.end(self.shapes))
+        state.spare, state.deferral = self.chain.reservations.spare(), None
+        self._deferrals.for_handover(request, state, self.shapes)
+        state.hits = set() if state.told_to_wait else self._look_up(state)
+        if not state.told_to_wait and state.decision.short_of_room and self._room_comes:
+            self._deferrals.for_room(request, state, state.end(self.shapes))
         return state.hits
 
     def expect(self, request: str) -> None:
         """Another engine has computed its prompt: what is not here yet is on its way to a tier."""
         if self.hands_over(request):
-            self._state(request).expected = Expected(self._clock())
+            self._requests.of(request).expected = HandoverDeferral(self._clock())
 
     def hands_over(self, request: str) -> bool:
         """Whether other engines find its blocks: after a reset this one has keys of its own."""
         state = self._requests.get(request)
         return state is not None and state.kept and not self._epoch
 
-    def still_waits(
+    def still_deferred(
         self, request: str, ends: Mapping[bytes, int], loading: Collection[bytes] = ()
     ) -> bool:
         """Whether one that was told to ask again has to, before all of its keys are looked up."""
-        state = self._state(request)
-        if not state.waits or state.refused:
-            return not state.refused and self._room.still_joins(state, loading)
-        if self._arrivals.still_waits(state):
+        state = self._requests.of(request)
+        if state.refused or state.deferral is None:
+            return False
+        if self._deferrals.still_holds(request, state, loading, room_comes=self._room_comes):
             return True
-        if not (self._loading and self._room.still_awaits(request, state)):
+        if state.told_to_wait:
             self._answer(request, state, ends)
-        return state.waits
+        return state.told_to_wait
 
     @property
-    def _loading(self) -> bool:
+    def _room_comes(self) -> bool:
         """Whether loads or prefetches are under way, which will let go of what they hold."""
         loading = any(pending.ticket for pending in self._pending.values())
         return loading or self.chain.prefetches.holds_room
 
-    def uses(self, request: str, ends: Mapping[bytes, int]) -> None:
+    def mark_used(self, request: str, ends: Mapping[bytes, int]) -> None:
         """Its whole prompt counts as used, once: also what the engine itself still has, which it
         does not look up here, and would find gone when it has it no more."""
-        state = self._state(request)
+        state = self._requests.of(request)
         if not (state.touched or state.refused):
             state.touched = True
             state.arrange(self.shapes, ends, self._epoch)
@@ -217,11 +253,11 @@ class ChainManager:
     def junction(self, request: str) -> int:
         """The token at which others may part from this prompt, too: a hit could end there, were all
         that it takes kept. 0 if there is none, or that is so already."""
-        return self._state(request).junction
+        return self._requests.of(request).junction
 
     def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
-        state = self._state(request)
+        state = self._requests.of(request)
         state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)
@@ -237,7 +273,7 @@ class ChainManager:
             sizes = map(self.stack.namespace.payload_of, wanted)
             self.costs.started(DEVICE, errand.number, sum(sizes))
         if lower and state.columns:
-            self._patience.began(
+            self._deadlines.began(
                 errand.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
             )
         state.sources = {
@@ -248,14 +284,14 @@ class ChainManager:
 
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""
-        return self._state(request).sources.get(key, HOST)
+        return self._requests.of(request).sources.get(key, HOST)
 
     # -- stores ----------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[bytes], request: str) -> tuple[list[bytes], Errand]:
         """Room for those of the keys that are new and can be taken, in their order."""
-        state = self._state(request)
-        offered = list(keys) if state.kept else []
+        state = self._requests.of(request)
+        offered = list(keys) if state.kept and state.identified else []
         wanted = state.known_as(offered, self._epoch)
         reservation = self.chain.prepare_store(state.as_it_grows(wanted))
         grown = reservation.keys
@@ -282,7 +318,7 @@ class ChainManager:
         del self._pending[number]
         if self.costs is not None:
             self.costs.observe_memory(merged.pinned)
-        given_up = self._patience.ended(number)
+        given_up = self._deadlines.ended(number)
         self.chain.read_directly(merged.reads_files)
         failed = pending.failed(merged)
         if pending.ticket is None:
@@ -339,29 +375,28 @@ class ChainManager:
     def on_schedule_end(self) -> None:
         """Once a step: collect what the mover has done, start what is next."""
         self.chain.poll()
-        if not self._crowd.short_of_room:
+        if not self._requests.short_of_room:
             self.ahead.step(self._requests, self.shapes, self._epoch)
             self.hints.step()
 
     def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
         """The engine computes so many prompt tokens now, after so many others; and of each."""
-        self._crowd.stepped()
-        self._backlog.stepped(each)
+        self.load.stepped(each)
+        self.load.pace.began(tokens, context)
         self._computing = bool(tokens)
-        self.pace.began(tokens, context)
 
     def give_up(self) -> int | None:
         """An errand of a load that is not worth waiting for any longer, if the engine has nothing
         else to compute."""
-        return None if self._computing or self._crowd.anybody else self._patience.give_up()
+        busy = self._computing or self._requests.anybody_waits
+        return None if busy else self._deadlines.give_up()
 
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its errands may still be under way."""
-        self._requests.pop(request, None)
+        self._requests.remove(request)
         self.hints.gone(request)
         self.ahead.left(request, served=False)
-        self._crowd.gone(request)
-        self._backlog.gone(request)
+        self.load.gone(request)
 
     @property
     def copying(self) -> bool:
@@ -376,7 +411,7 @@ class ChainManager:
     @property
     def idle(self) -> bool:
         """Whether nobody asks for anything, and nothing is under way."""
-        return not (self._requests or self.has_pending_work)
+        return not (len(self._requests) or self.has_pending_work)
 
     def reset(self, keep: bool = False) -> None:
         """The engine's weights may have changed: nothing stored so far is served any more. Or it
@@ -393,10 +428,9 @@ class ChainManager:
             self.ahead.forget()
             self.hints.forget()
             logger.info("cache reset: all tiers are empty, and later blocks are for this run only")
-        for state in self._requests.values():
-            state.positions = -1
-            state.hits = state.joined = state.expected = None
-            state.kept = state.waits = False
+        for state in self._requests:
+            state.positions, state.kept = -1, False
+            state.hits = state.deferral = state.expected = None
 
     def close(self) -> None:
         """Close the stack."""

@@ -42,7 +42,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:load_failures": ("Blocks that could not be loaded from a tier", ("tier", "reason")),
     "kvtier:store_drops": ("Blocks that were not written to a tier", ("tier", "reason")),
     "kvtier:store_failures": ("Blocks whose write to a tier failed", ("tier", "reason")),
-    "kvtier:left_blocks": (
+    "kvtier:hits_skipped_blocks": (
         "Blocks that were there, and were computed because loading would have taken longer",
         ("link",),
     ),
@@ -75,7 +75,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:direct_bytes": ("Bytes from files straight into the device, all ranks", ()),
     "kvtier:mover_restarts": ("Deaths of the mover's process", ()),
     "kvtier:mover_timeouts": ("Transfers that were given up", ()),
-    "kvtier:mistakes": ("Exceptions caught at the border to vLLM", ()),
+    "kvtier:internal_errors": ("Exceptions caught at the border to vLLM", ()),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:blocks": ("Blocks that a tier holds", ("tier",)),
@@ -108,7 +108,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "kvtier:waiting_blocks": ("Blocks that wait to be written to a tier", ("tier",)),
-    "kvtier:behind_blocks": (
+    "kvtier:catchup_backlog_blocks": (
         "Blocks that outlived a restart above a tier, still to be looked at or written to it",
         ("tier",),
     ),
@@ -247,7 +247,7 @@ class Meter:
             for reason, count in link.failures.items():
                 yield "kvtier:store_failures", (link.target, reason), count
         for name, costs in self._links().items():
-            yield "kvtier:left_blocks", (name,), costs.refused
+            yield "kvtier:hits_skipped_blocks", (name,), costs.refused
             yield "kvtier:probed_blocks", (name,), costs.probed
         yield "kvtier:prefetch_saved_seconds", (), found.prefetch.saved_seconds
         for reason, count in self._manager.hints.ignored.items():
@@ -259,7 +259,7 @@ class Meter:
         yield "kvtier:mover_restarts", (), found.mover.restarts
         yield "kvtier:mover_timeouts", (), found.mover.timeouts
         self._mistakes += guard.untold()
-        yield "kvtier:mistakes", (), self._mistakes
+        yield "kvtier:internal_errors", (), self._mistakes
 
     def _gauges(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
         for index, tier in enumerate(found.tiers):
@@ -276,7 +276,7 @@ class Meter:
                 yield from _written(budget, (tier.medium,))
         for link in found.links:
             yield "kvtier:waiting_blocks", (link.target,), link.waiting
-            yield "kvtier:behind_blocks", (link.target,), link.behind
+            yield "kvtier:catchup_backlog_blocks", (link.target,), link.behind
         yield "kvtier:prefetch_blocks_max", (), found.prefetch.blocks
         yield "kvtier:queued_blocks", (), found.mover.in_flight_blocks
         if self._manager.costs is not None:

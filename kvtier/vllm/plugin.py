@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
-from kvtier.vllm.hooks import construction, embedding_inputs
+from kvtier.vllm.hooks import config
 
 
 def load() -> None:
-    """Put in place what must be there before an engine is configured or constructed.
+    """Install what must be there before an engine is configured or constructed.
 
-    Engines without a connector of ours do not notice. A vLLM in which one of these has moved must
-    start for them all the same: our connector refuses it, and names what has moved, where it is
-    used.
+    Engines without kvtier's connector do not notice. A vLLM in which a hook's target has moved must
+    start for them all the same: the connector refuses it, and names what has moved.
     """
-    for prepare in (embedding_inputs.allow_as_without_us, construction.watch):
+    for install in (config.refuse_missing_embeddings, config.watch_construction):
         with contextlib.suppress(ImportError, AttributeError):
-            prepare()
+            install()

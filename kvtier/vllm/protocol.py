@@ -5,7 +5,7 @@ The classes here are pickled by vLLM on their way between its own processes, nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.types import BlockKey, FilePlace, Outcome
@@ -36,6 +36,12 @@ class Errand:
     files: Mapping[int, FilePlace] = field(default_factory=dict)
     """Where those lie that have no slot, and go from there straight into the device, by position
     in the keys. Only for workers that have reported that they can."""
+
+    @classmethod
+    def without_slots(cls, keys: Iterable[bytes]) -> Errand:
+        """A load that fails on the worker."""
+        known = [BlockKey(key) for key in keys]
+        return cls(0, "", Geometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
 
 
 @dataclass

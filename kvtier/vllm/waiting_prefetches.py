@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.chain.hits import Room, Shape, asked, columns, needed, stops
+from kvtier.chain.hits import HitRoom, Shape, asked, columns, needed, stops
 from kvtier.chain.plan import COMING, NOWHERE
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
 from kvtier.types import BlockKey
-from kvtier.vllm.requests import RequestState
+from kvtier.vllm.requests import Requests, RequestState
 
 LOOKED_AT = 256
 """So many of those that wait are thought of: what is behind them is far from its turn."""
@@ -131,9 +131,7 @@ class WaitingPrefetches:
 
     # -- what is done for them -------------------------------------------------------------------
 
-    def step(
-        self, states: Mapping[str, RequestState], shapes: Mapping[int, Shape], epoch: bytes
-    ) -> None:
+    def step(self, requests: Requests, shapes: Mapping[int, Shape], epoch: bytes) -> None:
         """Once a step: begin what there is room for, in the order of the queue."""
         self.due = False
         if not self._queue:
@@ -144,8 +142,8 @@ class WaitingPrefetches:
             return
         looks, before, now = NEW_LOOKS, 0.0, self._clock()
         for place, waiting in enumerate(self._queue[:LOOKED_AT]):
-            request, state = waiting.request, states.get(waiting.request)
-            if request in self._open and state is not None:
+            request, state = waiting.request, requests.get(waiting.request)
+            if request in self._open and state is not None and state.identified:
                 if not waiting.looked and now >= waiting.again_at:
                     if not looks:
                         return
@@ -202,7 +200,7 @@ class WaitingPrefetches:
             return keys[:lead], first * tokens, (first + lead) * tokens
         spans = state.spans(shapes, self._group_bytes)
         places_by_group = columns(spans, start, self._chain.locate(asked(spans, start)))
-        room = Room(_NO_LIMIT, (), self._chain.reservations.slotless, {})
+        room = HitRoom(_NO_LIMIT, (), self._chain.reservations.slotless, {})
         found, _ = stops(spans, places_by_group, start, waits.limit, room)
         if not found:
             return [], start, start

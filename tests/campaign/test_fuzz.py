@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from campaign.fuzz.__main__ import fuzz
-from campaign.fuzz.bounds import Bounds
-from campaign.fuzz.mutator import Mutator
-from campaign.fuzz.targets import Target
+from campaign.fuzz.harness import Bounds, Mutator, Target
 
 
 @pytest.mark.slow

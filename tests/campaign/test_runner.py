@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from campaign import report
-from campaign.import_ahead import import_ahead
+from campaign.__main__ import import_ahead
 from campaign.round import Round, Scenario
-from campaign.runner import Books, Runner
+from campaign.runner import Books, Runner, write_report
 
 
 class Dice(Scenario):
@@ -102,7 +101,7 @@ def test_what_is_not_typed_is_found_and_what_is_typed_is_counted(
     assert result.counts == {"a call: KeyError": 1}
     (found,) = result.findings
     assert "not typed" in found
-    page = report.write(run).read_text()
+    page = write_report(run).read_text()
     assert "make campaign SEED=7 ONLY=finds ROUND=0" in page
     assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Books) == run.books
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from kvtier.backends.cpu.inspection import garbage as cpu_garbage
 from support.processes.cli_world import Hold, served
 
 from kvtier import Stack
-from kvtier.backends.cpu.inspection import garbage as cpu_garbage
-from kvtier.cli.commands.contents import gc
-from kvtier.cli.inspection.inspectors import look
+from kvtier.cli import clear as gc
+from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.errors import MediumInUse
 from kvtier.inspect import Garbage, Proof
@@ -31,7 +31,7 @@ class TestAnEngineCameMeanwhile:
         config = load(filled)
         (nvme,) = look(config, 1)
         nvme.contents.capacity = 0
-        beyond = list(gc.find([nvme], None))
+        beyond = list(gc.find_garbage([nvme], None))
         assert beyond
         engine = hold(filled)
         assert not any(each.remove() for each in beyond)
@@ -55,7 +55,7 @@ class TestAnEngineCameMeanwhile:
         for table in home.glob("*.table"):
             os.utime(table, (time.time() - 7200,) * 2)
         config = load(filled)
-        idle = next(iter(gc.find(look(config, 1), 3600.0)))
+        idle = next(iter(gc.find_garbage(look(config, 1), 3600.0)))
         assert idle.where == str(home)
         assert served(filled) == 8
         assert not idle.remove()
@@ -68,7 +68,7 @@ class TestAnEngineCameMeanwhile:
         region = next(tmp_path.rglob("*.region"))
         os.utime(region, (0 if idle_s is None else time.time() - 7200,) * 2)
         config = load(filled)
-        (found,) = gc.find(look(config, 0), idle_s)
+        (found,) = gc.find_garbage(look(config, 0), idle_s)
         assert found.where == str(region)
         assert served(filled) == 8
         assert not found.remove()
@@ -83,7 +83,7 @@ class TestAnEngineCameMeanwhile:
         for path in (mark, half, making):
             path.touch()
         config = load(filled)
-        found = list(gc.find(look(config, 1), None))
+        found = list(gc.find_garbage(look(config, 1), None))
         assert {each.where for each in found} == {str(mark), str(half), str(making)}
         half.with_suffix(".table").touch()
         owner = hold_owner(mark.parent, 0xDDDD)
@@ -100,7 +100,7 @@ class TestAnEngineCameMeanwhile:
         (tmp_path / "disk" / "blocks").mkdir()
         config = load(stack_file)
         places = look(config, 1) * 2  # also where two tiers lie side by side it is found once
-        (found,) = gc.find(places, None)
+        (found,) = gc.find_garbage(places, None)
         with holding(bench):
             assert not found.remove()
         assert bench.exists()
@@ -152,7 +152,7 @@ class TestAnEngineCameMeanwhile:
         owner = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.owner"
         owner.touch()
         config = load(stack_file)
-        (lock,) = gc.find(look(config, 0), None)
+        (lock,) = gc.find_garbage(look(config, 0), None)
         assert lock.where == str(owner)
         monkeypatch.setattr(cpu_garbage, "in_use", lambda region: False)
         with Stack.open(stack_file, NAMESPACE):
@@ -165,7 +165,7 @@ class TestAnEngineCameMeanwhile:
         making = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.making"
         making.touch()
         config = load(filled)
-        (found,) = gc.find(look(config, 0), None)
+        (found,) = gc.find_garbage(look(config, 0), None)
         assert found.where == str(making)
         with Stack.open(filled, NAMESPACE):
             assert not found.remove()

@@ -18,19 +18,17 @@ from support.processes.cli_world import Done, Hold, command, every_kind, fill, s
 
 from kvtier.cli import app
 from kvtier.slab import layout
-from kvtier.testing.subject import NAMESPACE
+from kvtier.testing.subject import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.slow
 
 DEEDS = {
-    "explain": "explain {folder}/prompt.jsonl -c {stack}",
+    "explain": "explain --prompts {folder}/prompt.jsonl -c {stack}",
     "prewarm into": "prewarm --from {good} -c {stack}",
     "prewarm from": "prewarm --from {stack} -c {empty}",
     "prewarm prompts": "prewarm --from {stack} -c {empty} --prompts {folder}/prompt.jsonl",
     "snapshot": "snapshot --to file://{folder}/new -c {stack}",
-    "restore": "restore --from file://{folder}/store -c {stack}",
-    "export": "export {folder}/new.kvpack -c {stack}",
-    "import": "import {folder}/blocks.kvpack -c {stack}",
+    "copy": "copy file://{folder}/store {stack}",
     "plan": "plan {folder}/model.json --no-measure --prefill 1000 -c {stack}",
     "clear": "clear --yes -c {stack}",
     "gc": "gc -c {stack}",
@@ -43,7 +41,7 @@ LOOKS = {
     "ls": "ls -c {stack}",
     "ls one": f"ls {NAMESPACE.id} -c {{stack}}",
     "du": "du -c {stack}",
-    "show one": f"show {NAMESPACE.id} -c {{stack}}",
+    "ls block": f"ls {make_keys(1)[0].hex()} -c {{stack}}",
     "verify": "verify -c {stack}",
     "gc dry run": "gc --dry-run -c {stack}",
 }
@@ -70,17 +68,16 @@ EMPTY = FINE | {
     "prewarm from": NOTHING,
     "prewarm prompts": NOTHING,
     "snapshot": NOTHING,
-    "export": (1, "nothing here to export"),
-    "ls one": (1, "kvtier ls shows all"),
-    "show one": (1, "see kvtier ls"),
+    "ls one": (1, "see kvtier ls"),
+    "ls block": (1, "see kvtier ls"),
 }
 IN_USE = FINE | {"clear": (1, "is in use: stop its engine")}
-STORE_DOWN = FINE | dict.fromkeys(["prewarm from", "export", "clear", "gc", "repair"], DOWN)
+STORE_DOWN = FINE | dict.fromkeys(["prewarm from", "clear", "gc", "repair"], DOWN)
 STORE_DOWN |= dict.fromkeys([*LOOKS, "bench"], DOWN)
 STORE_DOWN["doctor"] = (1, "see that it is running and can be reached from here")
 NO_RIGHTS = dict.fromkeys(DEEDS, (2, "no right to write"))
 NO_RIGHTS |= dict.fromkeys(
-    ["explain", "prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"],
+    ["explain", "prewarm from", "prewarm prompts", "snapshot", "clear", "gc", "repair"],
     RIGHTS,
 )
 NO_RIGHTS |= dict.fromkeys(LOOKS, RIGHTS) | {"doctor": (1, "no right to write")}
@@ -89,19 +86,19 @@ for _deed in ("plan", "config show"):  # which may speak of another machine's st
 NO_RIGHTS_WITHIN = FINE | dict.fromkeys(DEEDS, RIGHTS)
 for _deed in ("plan", "config check", "config show", "serve", "bench", "doctor"):
     NO_RIGHTS_WITHIN[_deed] = FINE[_deed]
-for _deed in ("prewarm into", "restore", "import"):
+for _deed in ("prewarm into", "copy"):
     NO_RIGHTS_WITHIN[_deed] = (
         1,
         "another user has stored there: give it to the user of the engines",
     )
-OTHERS = FINE | dict.fromkeys(["prewarm from", "snapshot", "export", "clear", "gc", "repair"], MINE)
+OTHERS = FINE | dict.fromkeys(["prewarm from", "snapshot", "clear", "gc", "repair"], MINE)
 OTHERS |= dict.fromkeys(LOOKS, MINE)
 OF_NEWER = FINE | dict.fromkeys(
-    ["prewarm from", "prewarm prompts", "snapshot", "export", "clear", "gc", "repair"], NEWER
+    ["prewarm from", "prewarm prompts", "snapshot", "clear", "gc", "repair"], NEWER
 )
 OF_NEWER |= dict.fromkeys(LOOKS, NEWER) | {"explain": NEWER}
 every = pytest.mark.parametrize("deed", DEEDS)
-IN_USE_BY_ONE = IN_USE | dict.fromkeys(["prewarm into", "restore", "import"], (1, "cannot use"))
+IN_USE_BY_ONE = IN_USE | dict.fromkeys(["prewarm into", "copy"], (1, "cannot use"))
 """Of a medium that one process at a time may use."""
 
 
@@ -145,11 +142,7 @@ def scene(stack_file: Path, tmp_path: Path, second_tier: str) -> Scene:
     config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
     (tmp_path / "model.json").write_text(json.dumps(config))
     (tmp_path / "model").mkdir()
-    for words in (
-        ["export", tmp_path / "blocks.kvpack"],
-        ["snapshot", "--to", f"file://{tmp_path}/store"],
-    ):
-        assert app.run([*map(str, words), "-c", str(scene.good)]) == 0
+    assert app.run(["snapshot", "--to", f"file://{tmp_path}/store", "-c", str(scene.good)]) == 0
     return scene
 
 

@@ -51,7 +51,7 @@ def known_kind(
 @pytest.mark.parametrize("second_tier", ["listed"])
 @pytest.mark.parametrize(
     "words",
-    [["ls"], ["ls", NAMESPACE.id], ["du"], ["show", NAMESPACE.id], ["show", KEY], ["verify"]],
+    [["ls"], ["ls", NAMESPACE.id], ["du"], ["ls", KEY], ["verify"]],
 )
 def test_a_listing_is_enough_to_look(
     words: list[str], filled: Path, capsys: pytest.CaptureFixture[str]

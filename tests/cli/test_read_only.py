@@ -18,7 +18,7 @@ from support.processes.cli_world import STACK, Done, Hold, command, no_rights
 
 from kvtier import Stack
 from kvtier.cli import app
-from kvtier.cli.inspection.inspectors import look
+from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.inspect.contents import Locked, locked_files
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
@@ -32,14 +32,12 @@ LOOKS = {
     "ls json": "ls -c {stack} --json",
     "ls one": f"ls {NAMESPACE.id} -c {{stack}}",
     "du": "du -c {stack}",
-    "show": f"show {NAMESPACE.id} -c {{stack}}",
-    "show block": f"show {make_keys(1)[0].hex()} -c {{stack}}",
+    "ls block": f"ls {make_keys(1)[0].hex()} -c {{stack}}",
     "verify": "verify -c {stack}",
     "config show": "config show {stack}",
-    "export": "export {out}/new.kvpack -c {stack}",
     "snapshot": "snapshot --to file://{out}/store -c {stack}",
     "prewarm from": "prewarm --from {stack} -c {out}/stack.yaml",
-    "restore from": "restore --from file://{kept}/store -c {out}/stack.yaml",
+    "copy": "copy file://{kept}/store {out}/stack.yaml",
 }
 DEEDS = {
     "prewarm": "prewarm -c {stack}",

@@ -17,10 +17,10 @@ import pytest
 
 KEEPER = """
 import sys
-from kvtier.cli.console import foreground as terminal
+from kvtier.cli import serve as terminal
 assert terminal.in_foreground()
 terminal.REMIND_S = float(sys.argv.pop(1))
-sys.exit(terminal.run(sys.argv[1:]))
+sys.exit(terminal.run_in_foreground(sys.argv[1:]))
 """
 
 # A server with an engine, which say what they hear. The first SIGTERM ends both, unless the server

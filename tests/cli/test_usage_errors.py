@@ -30,7 +30,6 @@ WRONG = [
     ("snapshot --size 0 -c {stack}", 2, "'--size': a size of nothing"),
     ("prewarm --rate 200 -c {stack}", 2, "'--rate': '200' is no rate; write one like 200MB/s"),
     ("snapshot --rate 5MB/h -c {stack}", 2, "'--rate': '5MB/h' is no rate; write one like 200MB/s"),
-    ("export {folder}/x.pack --size 4KiB -c {stack}", 1, "4 KiB hold not one block, which takes"),
     ("snapshot --to file://{folder} --size 1 -c {stack}", 1, "1 B hold not one block, which"),
     ("bench --chunk 5GiB -c {stack}", 2, "'--chunk': '5GiB' is more than the 4GiB of a block"),
     ("config check {stack} --block-size 5GiB", 2, "--block-size: '5GiB' is more than the 4GiB"),
@@ -38,35 +37,37 @@ WRONG = [
     ("verify --sample 0 -c {stack}", 2, "'--sample': '0': write a number"),
     ("verify --sample nan% -c {stack}", 2, "'--sample': 'nan%': write a number"),
     ("prewarm --into 7 -c {stack}", 2, "--into: '7' is not one tier of 0 cpu, 1 nvme"),
-    ("bench --svg {stack}/x.svg -c {stack}", 2, "--svg: "),
-    ("bench --svg {stack} -c {stack}", 2, "stack.yaml exists, and is no plot: name another"),
     ("ls abc --limit 99999999999999999999 -c {stack}", 2, "'--limit': "),
     ("plan {deep} --no-measure -c {stack}", 2, "deep.json: is no JSON: "),
-    ("export {folder} --force -c {stack}", 1, "is no ordinary file"),
-    ("export {folder}/none/x -c {stack}", 1, "none is not a folder; make it"),
-    ("restore --from file://{folder}/none -c {stack}", 2, "there is no such folder"),
-    ("restore --from {folder} -c {stack}", 2, "is a folder - write file:///"),
+    ("prewarm --from file://{folder}/none -c {stack}", 2, "there is no such folder"),
+    ("copy {folder} {stack}", 2, "is a folder - write file:///"),
     ("snapshot --to bucket -c {stack}", 2, "neither a url nor a stack file - write s3://"),
-    ("prewarm --from s3://bucket/kv -c {stack}", 2, "--from: names a stack file; what copies"),
+    ("copy file://{folder}/a file://{folder}/a", 2, "is where the copy comes from"),
+    ("copy {stack} {stack}", 1, "there is no tier further down"),
+    ("copy {stack} {stack} --tier nvme", 2, "--tier: that is the tier that is filled"),
+    ("copy {stack} file://{folder}/a --into 1", 2, "--into: a url names its tier"),
+    ("copy nowhere {stack}", 2, "nowhere: neither a url nor a stack file"),
+    ("explain {none} -c {stack}", 2, "write --prompts"),
+    ("pin {none} -c {stack}", 2, "write --prompts"),
+    ("pin -c {stack}", 2, "name the prompts by --prompts FILE"),
+    ("pin --remove --for 1h -c {stack}", 2, "--for: says nothing with --remove"),
     ("clera -c {stack}", 2, "Did you mean 'clear'"),
     ("snapshot --to s3://me:secret@bucket/x -c {stack}", 2, "a user name stands in the url"),
-    ("restore --from https://bucket/x?sig=secret -c {stack}", 2, "this url names no store"),
+    ("prewarm --from https://bucket/x?sig=secret -c {stack}", 2, "this url names no store"),
     ("config init --bucket http://bucket", 2, "--bucket: this url names no store"),
     ("config init --bucket s3://me:secret@bucket", 2, "--bucket: a user name"),
     ("config init {stack}.new --folder=", 2, "'--folder': an empty text names no folder"),
     ("config init {folder}/none/x.yaml", 1, "none is not a folder; make it"),
     ("ls --config=", 2, "(env var: 'KVTIER_CONFIG'): an empty text names no file"),
-    ("prewarm --from= -c {stack}", 2, "'--from': an empty text names no file"),
-    ("snapshot --to= -c {stack}", 2, "'--to': an empty text names no store"),
+    ("prewarm --from= -c {stack}", 2, "'--from': an empty text names no place"),
+    ("snapshot --to= -c {stack}", 2, "'--to': an empty text names no place"),
     ("config init --folder {folder} --bucket file://{folder}/x", 2, "that is in the folder of"),
     ("config init --name a/b", 2, "--name: 'a/b' cannot name an engine"),
     ("config init --memory 0", 2, "--memory: a size of nothing"),
     ("config init --memory 120%", 2, "--memory: '120%' is not a share of a medium"),
     ("config init --disk 5XB", 2, "--disk: 'XB' is not a unit"),
-    ("prewarm --prompts {none} --from {stack} -c {stack}", 2, "none.jsonl: holds no prompt"),
+    ("copy {stack} file://{folder}/a --prompts {none}", 2, "none.jsonl: holds no prompt"),
     ("prewarm --model {folder} -c {stack}", 2, "--model: says nothing without --prompts"),
-    ("plan {model} --exact -c {stack}", 2, "--exact: says nothing without --trace: add it"),
-    ("plan {model} --svg x.svg -c {stack}", 2, "--svg: says nothing without --trace"),
     ("plan {model} --scale 0.5 -c {stack}", 2, "--scale: says nothing without --trace"),
     ("plan {model} --block-tokens 16 -c {stack}", 2, "--block-tokens: says nothing without"),
     ("plan {model} --bandwidth nvme=3Gbit/s,1ms -c {stack}", 2, "'3Gbit/s' is no rate; write"),
@@ -84,8 +85,7 @@ WRONG = [
     ("ls --limit 5 -c {stack}", 2, "--limit: says nothing without NAMESPACE: add it"),
     ("prewarm --from {stack} --into memory -c {fleeting}", 1, "tier 2 (memory) keeps nothing"),
     ("prewarm --into 1 -c {fleeting}", 1, "tier 1 (nvme) keeps nothing"),
-    ("import {stack}.pack -c {fleeting}", 1, "set its persistence: keep"),
-    ("restore -c {fleeting} --into cpu", 1, "this stack has 2 object tiers: name a url"),
+    ("snapshot -c {fleeting}", 1, "has 2 object tiers: name a url"),
     ("snapshot --to {fleeting} -c {stack}", 1, "has 2 object tiers: name a url"),
     ("ls -c {stack} -c {stack}", 2, "stands twice"),
     ("serve model -c {stack} --config {stack}", 2, "stands twice"),
@@ -116,6 +116,42 @@ def test_a_wrong_call(
 
 
 @pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("show", "kvtier ls KEY"),
+        ("unpin", "kvtier pin --remove"),
+        ("export", "kvtier copy stack.yaml file:///folder"),
+        ("import", "kvtier copy file:///folder stack.yaml"),
+        ("restore", "kvtier copy URL stack.yaml"),
+    ],
+)
+def test_a_command_of_old_answers_with_the_new_one(
+    name: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run([name, "x", "-c", "stack.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert new in err
+
+
+def test_what_people_type_as_elsewhere(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        assert app.run(words) == 0
+        return capsys.readouterr().out
+
+    assert said("version") == said("--version")
+    assert said("help") == said("--help")
+    assert said("help", "ls") == said("ls", "--help")
+    assert said("status", "-c", str(filled)) == said("du", "-c", str(filled))
+    assert said("-c", str(filled), "verify") == said("verify", "-c", str(filled))
+    monkeypatch.chdir(filled.parent)
+    assert said("verify") == said("verify", "-c", str(filled))
+    assert said("config", "check").startswith("stack.yaml: all is well")
+
+
+@pytest.mark.parametrize(
     "words", [["ls", ""], ["clear", "", "--yes"], ["verify", "--namespace", ""]]
 )
 def test_an_empty_text_is_no_namespace(
@@ -131,9 +167,8 @@ def test_an_empty_text_is_no_namespace(
     ("words", "what"),
     [
         (["config", "check", ""], "file"),
-        (["export", "", "-c", "{stack}"], "file"),
-        (["import", "", "-c", "{stack}"], "file"),
-        (["explain", "", "-c", "{stack}"], "file"),
+        (["explain", "--prompts", "", "-c", "{stack}"], "file"),
+        (["copy", "", "{stack}"], "place"),
         (["plan", "", "-c", "{stack}"], "model"),
     ],
 )
@@ -178,7 +213,7 @@ def test_an_empty_path_is_not_the_current_folder(text: str, filled: Path) -> Non
         (1, ["ls", "-c", "{stack}"], 0),
         (2, ["ls", "-c", "{stack}", "--tier", "9"], 2),
         (0, ["clear", "-c", "{stack}"], 2),
-        (1, ["export", "{stack}.pack", "-c", "{stack}"], 0),
+        (1, ["snapshot", "-c", "{stack}", "--to", "file://{stack}.copy"], 0),
     ],
 )
 def test_a_stream_that_is_closed(closed: int, words: list[str], code: int, filled: Path) -> None:
@@ -189,8 +224,8 @@ def test_a_stream_that_is_closed(closed: int, words: list[str], code: int, fille
     )
     assert done.returncode == code, done.stderr
     assert "a mistake" not in done.stderr
-    pack = Path(f"{filled}.pack")
-    assert not pack.exists() or pack.read_bytes().startswith(b"KVTPACK")
+    copied = [path.read_bytes()[:6] for path in Path(f"{filled}.copy").rglob("*-0")]
+    assert set(copied) <= {b"KVTBLK"}
 
 
 def test_no_snapshot_goes_where_the_stack_itself_keeps_blocks(filled: Path) -> None:

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import Phase, settings
 from support.tiers.subjects import MemorySubject
 
+from campaign.crash import Broken, Ledger, MediumState
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import HEADER_BYTES, Buffer
 from kvtier.settings import TierSettings
 from kvtier.system.disk import Disk
 from kvtier.testing import contract_medium as moves
 from kvtier.testing.contract import CatalogueContract, TierContract
-from kvtier.testing.crash_campaign import Books, Broken
-from kvtier.testing.crash_processes import Finding
 from kvtier.testing.memory import MemoryHandler, MemoryStore, MemoryTier
 from kvtier.testing.stateful import SETTINGS, tier_machine
 from kvtier.testing.subject import NAMESPACE, Rig, blank, make_keys, prove, sealed
@@ -413,12 +412,12 @@ def test_wrong_bytes_that_verify_raise() -> None:
     assert prove(record, key) is Outcome.CORRUPT
 
 
-class TestBooks:
+class TestLedger:
     """What a crash campaign holds against a medium."""
 
     KEYS = make_keys(4)
 
-    def found(self, *keys: BlockKey, **different: int) -> Finding:
+    def found(self, *keys: BlockKey, **different: int) -> MediumState:
         facts = {
             "served": len(keys),
             "bytes_used": 0,
@@ -429,18 +428,18 @@ class TestBooks:
             "blocks": 16,
             "capacity": 10,
         }
-        return Finding(resident=[bytes(key) for key in keys], **(facts | different))
+        return MediumState(resident=[bytes(key) for key in keys], **(facts | different))
 
-    def books(self, *lines: str) -> Books:
-        books = Books()
+    def ledger(self, *lines: str) -> Ledger:
+        ledger = Ledger()
         names = {f"k{number}": key.hex() for number, key in enumerate(self.KEYS)}
-        books.read([[" ".join(names.get(word, word) for word in line.split()) for line in lines]])
-        return books
+        ledger.read([[" ".join(names.get(word, word) for word in line.split()) for line in lines]])
+        return ledger
 
     def test_all_is_well(self) -> None:
-        books = self.books("T k0 k1 k2", "E", "C k0 k1", "F k0", "G k0", "T k3")
-        books.check(self.found(self.KEYS[1]), MemorySubject())
-        books.check(self.found(self.KEYS[1], self.KEYS[3]), MemorySubject())
+        ledger = self.ledger("T k0 k1 k2", "E", "C k0 k1", "F k0", "G k0", "T k3")
+        ledger.check(self.found(self.KEYS[1]), MemorySubject())
+        ledger.check(self.found(self.KEYS[1], self.KEYS[3]), MemorySubject())
 
     @pytest.mark.parametrize(
         ("lines", "found", "facts", "problem"),
@@ -460,14 +459,14 @@ class TestBooks:
     ) -> None:
         keys = [self.KEYS[index] for index in found]
         with pytest.raises(Broken, match=problem):
-            self.books(*lines).check(self.found(*keys, **facts), MemorySubject())
+            self.ledger(*lines).check(self.found(*keys, **facts), MemorySubject())
 
     def test_an_unfinished_reservation_may_have_evicted(self) -> None:
-        books = self.books("T k0", "E", "C k0", "T k1")
-        books.check(self.found(), MemorySubject())
+        ledger = self.ledger("T k0", "E", "C k0", "T k1")
+        ledger.check(self.found(), MemorySubject())
 
     def test_who_sheds_may_have_died_before_it_said_so(self) -> None:
         told = ("T k0", "E", "C k0", "U", "R")
-        self.books(*told).check(self.found(), MemorySubject())
+        self.ledger(*told).check(self.found(), MemorySubject())
         with pytest.raises(Broken, match="2 committed blocks are lost"):
-            self.books(*told, "T k1", "E", "C k1", "R").check(self.found(), MemorySubject())
+            self.ledger(*told, "T k1", "E", "C k1", "R").check(self.found(), MemorySubject())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,9 @@ from kvtier.device.copier import (
     cut,
 )
 from kvtier.device.cpu import CpuCopier
+from kvtier.device.cuda import copier as cuda_copier
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.queue import JobQueue
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, verify
 from kvtier.slab import layout as table
@@ -437,6 +442,124 @@ def test_a_slot_that_is_not_there_is_a_failure_not_an_exception(
     (result,) = run(copier, job_of(LOAD, onto(2), keys, slots=[8]))
     assert not result.ok
     assert run(copier, job_of(LOAD, onto(2), keys))[0].ok, "and the next job is served"
+
+
+class Faulty(MemoryHost):
+    """Raises what nobody expects of it as soon as a thread looks at a slot."""
+
+    faulty = ""
+    error: Exception = struct.error("unpack requires a buffer of 16 bytes")
+
+    def state(self, slot: int) -> int:
+        self._look("state")
+        return super().state(slot)
+
+    def entry(self, slot: int) -> bytes:
+        self._look("entry")
+        return super().entry(slot)
+
+    @property
+    def data(self) -> memoryview:
+        self._look("data")
+        return super().data
+
+    def record(self, slot: int) -> memoryview:
+        self._look("data")
+        return super().record(slot)
+
+    def _look(self, at: str) -> None:
+        if at == self.faulty:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("way", "at", "error"),
+    [
+        (LOAD, "state", struct.error("unpack requires a buffer of 16 bytes")),
+        (LOAD, "entry", AssertionError("this cannot be")),
+        (LOAD, "data", ctypes.ArgumentError("wrong type")),
+        (STORE, "entry", struct.error("unpack requires a buffer of 16 bytes")),
+        (STORE, "data", OverflowError("int too large to convert to C long")),
+    ],
+)
+def test_whatever_a_thread_raises_fails_its_job_alone(
+    world: World, kind: str, way: TransferKind, at: str, error: Exception
+) -> None:
+    """The engine waits for jobs: one that a dead thread had would hang it."""
+    host = Faulty(world.layout, 8)
+    copier = open_copier(kind, world, host)
+    keys = filled(copier, host, 2)
+    if way is STORE:
+        host.put(1, keys[1], table.RESERVED)
+    host.faulty, host.error = at, error
+    (result,) = run(copier, job_of(way, onto(2), keys[1:], slots=[1]))
+    assert result.outcomes == [Outcome.IO_ERROR]
+    host.faulty = ""
+    assert run(copier, job_of(LOAD, onto(2), keys[:1]))[0].ok, "and the next job is served"
+    copier.close()
+
+
+class Gated(MemoryHost):
+    """Holds the thread that looks at one slot's entry until it is opened."""
+
+    def __init__(self, layout: DeviceLayout, slots: int) -> None:
+        super().__init__(layout, slots)
+        self.held, self.reached, self.gate = -1, threading.Event(), threading.Event()
+
+    def entry(self, slot: int) -> bytes:
+        if slot == self.held:
+            self.reached.set()
+            self.gate.wait()
+        return super().entry(slot)
+
+
+def hanging_store(copier: DeviceCopier, host: Gated) -> list[BlockKey]:
+    """A thread has a store of slot 1, and does not come back."""
+    keys = filled(copier, host, 2)
+    host.put(1, keys[1], table.RESERVED)
+    host.held = 1
+    copier.submit(job_of(STORE, onto(2), keys[1:], slots=[1], id=2))
+    assert host.reached.wait(60)
+    return keys
+
+
+def test_the_engine_waits_for_no_store_for_ever(
+    world: World, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on and writes to the pages. Whatever the thread then says of its copy, it is none;
+    and its slot is nobody else's before."""
+    host = Gated(world.layout, 8)
+    copier = open_copier(kind, world, host)
+    keys = hanging_store(copier, host)
+    with monkeypatch.context() as patch:
+        patch.setattr(JobQueue, "_WAIT_S", 0.0)
+        copier.wait([2])
+    world.memory[:] = 0
+    assert copier.poll() == [], "the thread may still write to the slot"
+    assert "given up" in caplog.text
+    copier.submit(job_of(LOAD, onto(2), keys[:1], id=3))
+    copier.wait([3])
+    assert [each.outcomes for each in copier.poll()] == [[Outcome.CANCELLED]], "it is not to hang"
+    host.gate.set()
+    assert ended(copier, 2)[0].outcomes == [Outcome.DROPPED]
+    assert run(copier, job_of(LOAD, onto(2), keys[:1]))[0].ok
+    copier.close()
+
+
+def test_close_does_not_wait_for_a_thread_for_ever(
+    world: World, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (cpu_copier, cuda_copier):
+        monkeypatch.setattr(module, "CLOSE_S", 0.01)
+    host, released = Gated(world.layout, 8), list[bool]()
+    more = {} if kind == "cpu" else {"on_close": lambda: released.append(True)}
+    copier = open_copier(kind, world, host, **more)
+    hanging_store(copier, host)
+    copier.close()
+    assert "has not ended" in caplog.text
+    assert not released, "the thread may still use what would be released"
+    host.gate.set()
+    ended(copier, 2)
 
 
 def test_wrong_counts_are_the_callers_mistake(copier: DeviceCopier) -> None:

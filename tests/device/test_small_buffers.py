@@ -99,7 +99,7 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     assert not pipe.by_stage(move, large)
     pipe.use(device.stages(layout, 100 * PAGE, urgent=False))
     assert not pipe.by_stage(move, large)
-    assert pipe.by_stage(move, large._replace(rows=large.rows[:3]))
+    assert pipe.by_stage(move, Batch(large.work, large.rows[:3]))
     assert moved == [3]
 
 
@@ -172,7 +172,7 @@ def by_one_buffer(
 
 
 def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
-    """Each time gives Python's lock away."""
+    """Each time gives the GIL away."""
     _pool, layout, host, job = setting()
     _device, job_queue, path, stage = by_one_buffer(layout, host)
     asked = 0

@@ -28,8 +28,8 @@ class World:
         return {
             "version": 1,
             "name": "test",
-            "loads": "always",
-            "prefetch": {"restart": 0},
+            "load_policy": "always",
+            "prefetch": {"warmup_share": 0},
             "tiers": [cpu, nvme | more],
         }
 

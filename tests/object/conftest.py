@@ -13,11 +13,11 @@ from support.object.certificates import make_certificate
 from support.object.object_servers import HostileServer, Opener, ServerProcess, serve_body
 from support.object.s3_client_helpers import PATIENT, store_at
 
-from kvtier.backends.object.client.s3_settings import S3Settings
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings
 
 if not os.environ.get("KVTIER_TEST_ENDPOINT"):
-    collect_ignore = ["client/test_any_endpoint.py"]
+    collect_ignore = ["stores/test_any_endpoint.py"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", object_servers.AZURE_ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", object_servers.AZURE_KEY)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
 
@@ -45,7 +47,7 @@ def server() -> Iterator[HostileServer]:
 
 
 @pytest.fixture
-def store(server: HostileServer) -> Iterator[S3Store]:
+def store(server: HostileServer) -> Iterator[BucketStore]:
     """A patient client of it."""
     store = store_at(server)
     yield store
@@ -71,6 +73,17 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPr
         yield server
 
 
+@pytest.fixture(scope="session")
+def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """With a container named "bucket"; skips where it is not installed."""
+    program = object_servers.azurite_program()
+    if program is None:
+        pytest.skip("azurite is not installed: npm install azurite@3.37.0 in the project's folder")
+    with object_servers.azurite(tmp_path_factory.mktemp("azurite"), program) as server:
+        object_servers.make_container(server)
+        yield server
+
+
 @pytest.fixture
 def own_rclone(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server of this test's own, to stop and to kill."""
@@ -87,11 +100,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened() -> Iterator[Opener]:
     """Opens stores for a test and closes them behind it; they wait for servers on busy machines."""
-    stores: list[S3Store] = []
+    stores: list[BucketStore] = []
 
-    def open_one(**settings: Any) -> S3Store:
+    def open_one(**settings: Any) -> BucketStore:
         settings = {"bucket": "bucket", "timeouts": PATIENT} | settings
-        stores.append(S3Store(S3Settings(**settings)))
+        stores.append(BucketStore(BucketSettings(**settings)))
         return stores[-1]
 
     yield open_one

@@ -6,7 +6,7 @@
 #   tests/object/radosgw.sh stop FOLDER
 #
 # Debian's packages: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
-# Then: KVTIER_TEST_ENDPOINT=http://127.0.0.1:PORT pytest tests/object/client/test_any_endpoint.py
+# Then: KVTIER_TEST_ENDPOINT=http://127.0.0.1:PORT pytest tests/object/stores/test_any_endpoint.py
 set -eu
 
 folder=$2

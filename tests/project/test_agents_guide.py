@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.hints import Prefetch, Release, Retain, Understanding
+from kvtier.vllm.hints import HintParser, Prefetch, Release, Retain
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/agents.md").read_text()
 ANSWER = {"choices": [{"text": "ls\n", "message": {"role": "assistant", "content": "ls"}}]}
@@ -60,11 +60,11 @@ class Listening:
 
     def wishes(self) -> list[Any]:
         """What it was told of the use of blocks, as an engine understands it."""
-        understanding = Understanding()
+        understanding = HintParser()
         found = [
             wish
             for _, body in self.heard
-            for wish in understanding.wishes(body["kv_transfer_params"], ())
+            for wish in understanding.parse(body["kv_transfer_params"], ())
         ]
         assert not any(understanding.ignored.values())
         assert all(body["model"] == "tiny" for _, body in self.heard)

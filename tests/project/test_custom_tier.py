@@ -62,8 +62,8 @@ def test_the_example_keeps_the_contract(python: Path) -> None:
 
 
 def test_the_example_survives_crashes(python: Path) -> None:
-    command = ["-m", "kvtier.testing.crash_campaign", "folder_subject:SUBJECT", "--kills", "50"]
-    said = run(python, *command, PYTHONPATH=source(python) / "tests")
+    command = ["-m", "campaign.crash", "folder_subject:SUBJECT", "--kills", "50"]
+    said = run(python, *command, PYTHONPATH=f"{source(python) / 'tests'}:{EXAMPLE.parents[1]}")
     assert said.startswith("52 deaths")
 
 

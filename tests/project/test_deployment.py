@@ -135,7 +135,7 @@ def test_the_share_of_hits_is_of_all_that_was_asked_for() -> None:
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
     (share,) = [each for each in panels if each["title"].startswith("Blocks that were hit")]
     _, _, asked = share["targets"][0]["expr"].partition(" / ")
-    kinds = ("hit", "miss", "left")
+    kinds = ("hit", "miss", "hits_skipped")
     assert {f"kvtier:{kind}_blocks_total" for kind in kinds} == set(_METRIC.findall(asked))
 
 

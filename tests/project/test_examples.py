@@ -157,3 +157,44 @@ def test_a_router_refuses_a_body_of_which_nobody_can_say_where_it_ends(request_e
             client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n".encode() + request_end)
             client.shutdown(socket.SHUT_WR)
             assert client.makefile().readline().startswith("HTTP/1.0 400 nobody can say")
+
+
+def stored(medium: str, first: int, blocks: int) -> dict[str, object]:
+    """Of a prompt 0, 1, 2, ... in blocks of four tokens, whose hashes are 10, 11, 12, ..."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [10 + each for each in range(first, first + blocks)],
+        "parent_block_hash": 9 + first if first else None,
+        "token_ids": list(range(4 * first, 4 * (first + blocks))),
+        "block_size": 4,
+        "medium": medium,
+    }
+
+
+def test_a_router_follows_what_servers_announce() -> None:
+    """By medium; and it knows nothing of one of which it has missed something."""
+    from examples.router import Cached
+
+    cached, prompt = Cached(), list(range(18))
+    assert cached.worth(prompt) == 0
+    window = stored("CPU", 0, 4) | {"kv_cache_spec_kind": "sliding_window"}
+    salted = stored("CPU", 0, 4) | {"extra_keys": [["salt"], None, None, None]}
+    others = [window, salted, stored("CPU", 0, 4) | {"lora_name": "tuned"}]
+    cached.hear(0, [stored("GPU", 0, 1), stored("CPU", 0, 2), stored("STORAGE", 2, 2), *others])
+    assert cached.worth(prompt) == pytest.approx(4 + 4 * 0.8 + 8 * 0.4)
+    assert cached.worth([*prompt[:5], 0, *prompt[6:]]) == 4
+    gone = {"type": "BlockRemoved", "block_hashes": [10, 11], "medium": "CPU"}
+    cached.hear(1, [gone])
+    assert cached.worth(prompt) == 4, "the block behind is nowhere"
+    cached.hear(2, [stored("CPU", 1, 1)])
+    assert cached.worth(prompt) == pytest.approx(4 + 4 * 0.8 + 8 * 0.4)
+    cached.hear(4, [stored("GPU", 0, 1)])
+    assert cached.worth(prompt) == 4
+    cached.hear(5, [{"type": "AllBlocksCleared"}])
+    assert cached.worth(prompt) == 0
+
+
+def test_a_router_says_what_it_lacks() -> None:
+    command = [sys.executable, str(EXAMPLES / "router.py"), "http://one", "--events", "a", "b"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "give as many --events as servers; or two servers, and no --events" in done.stderr

@@ -15,8 +15,7 @@ from types import ModuleType
 import pytest
 from support.processes.clocks import Clock
 
-from benchmarks.gpu_engine.results import Results, Row, table
-from benchmarks.gpu_engine.stages import Deadline, Stage, run_stages
+from benchmarks.gpu_engine.results import Deadline, Results, Row, Stage, run_stages, table
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PIECE = 100_000

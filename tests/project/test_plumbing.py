@@ -118,7 +118,6 @@ _STANDS_FOR_PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) echo "tests${PYTORCH_NO_CUDA_MEMORY_CACHING:+, without the cache}";;
 *benchmarks.gpu.copies) echo "figures, $LIMIT_S s" > $JSON; exit 3;;
-*benchmarks.gpu.sweep) echo "sweep" > $JSON;;
 *kvikio*) exit 1;;
 esac
 """
@@ -140,14 +139,13 @@ def test_what_fails_on_a_gpu_keeps_nothing_of_the_rest_from_running(tmp_path: Pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2, "something failed"
     told = [line for line in done.stdout.splitlines() if line.startswith("== ")]
-    said = [line.rpartition(", ")[0] for line in told[-4:]]
-    wanted = ["tests: whole", "figures: FAILED (3)", "checked: whole", "sweep: whole"]
+    said = [line.rpartition(", ")[0] for line in told[-3:]]
+    wanted = ["tests: whole", "figures: FAILED (3)", "checked: whole"]
     assert said == [f"== {each}" for each in wanted]
     assert (tmp_path / "checked.log").read_text().startswith("tests, without the cache\n")
     assert re.fullmatch(r"figures, \d+ s\n", (tmp_path / "figures.json").read_text())
-    assert (tmp_path / "sweep.json").read_text() == "sweep\n"
     done = subprocess.run([*command, "LIMIT_S=1"], cwd=ROOT, capture_output=True, check=False)
-    assert done.stdout.decode().count("no time left") == 2 * 4
+    assert done.stdout.decode().count("no time left") == 2 * 3
 
 
 def test_ci_runs_the_tests() -> None:

@@ -13,6 +13,8 @@ class Scheduler:
     def __init__(self):
         self.connector = None
     def set_pause_state(self, pause_state): ...
+    def get_num_unfinished_requests(self): ...
+    def finish_requests(self, request_ids, finished_status): ...
 """
 
 
@@ -25,6 +27,6 @@ def test_a_wheel_with_little_in_it(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     first, *lines = done.stdout.splitlines()
     assert first == "vLLM 0.94.0, by its sources alone:"
-    assert "ok    vllm.v1.core.sched.scheduler:Scheduler (engine_calls.py)" in lines
+    assert "ok    vllm.v1.core.sched.scheduler:Scheduler (engine.py)" in lines
     assert "      - module vllm.v1.engine.core is not there" in lines
     assert lines[-1].startswith("1 of ")

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 
-def campaign(subject: str, kills: int, seed: int, engines: int = 1) -> str:
+def crash(subject: str, kills: int, seed: int, engines: int = 1) -> str:
     """Run in a process of its own, because it forks; raises with what broke."""
     done = subprocess.run(
         [
             sys.executable,
-            *("-m", "kvtier.testing.crash_campaign", subject),
+            *("-m", "campaign.crash", subject),
             *("--kills", str(kills), "--seed", str(seed), "--engines", str(engines)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -27,17 +27,17 @@ def campaign(subject: str, kills: int, seed: int, engines: int = 1) -> str:
 @pytest.mark.parametrize("subject", ["support.tiers.subjects:CPU", "support.tiers.subjects:NVME"])
 @pytest.mark.parametrize("kills", [12, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_few_deaths(subject: str, kills: int) -> None:
-    assert campaign(subject, kills=kills, seed=1).startswith(f"{kills + 2} deaths")
+    assert crash(subject, kills=kills, seed=1).startswith(f"{kills + 2} deaths")
 
 
 def test_a_medium_that_is_reached_without_a_disk_dies_too() -> None:
-    said = campaign("support.tiers.subjects:PLAIN_CPU", kills=4, seed=1)
+    said = crash("support.tiers.subjects:PLAIN_CPU", kills=4, seed=1)
     assert said.startswith("6 deaths (1 by call, 3 by step, 2 by time)")
 
 
 def test_who_does_not_share_a_medium_is_not_blamed_for_it() -> None:
     with pytest.raises(AssertionError, match=r"subjects:CPU says that it is not shared"):
-        campaign("support.tiers.subjects:CPU", kills=4, seed=1, engines=3)
+        crash("support.tiers.subjects:CPU", kills=4, seed=1, engines=3)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_who_does_not_share_a_medium_is_not_blamed_for_it() -> None:
     [(12, 1), *(pytest.param(*many, marks=pytest.mark.slow) for many in ((30, 1), (200, 2)))],
 )
 def test_writers_of_a_store_die(kills: int, seed: int) -> None:
-    assert campaign("support.object.object_subjects:FOLDER", kills, seed).startswith(
+    assert crash("support.object.object_subjects:FOLDER", kills, seed).startswith(
         f"{kills + 2} deaths"
     )
 
@@ -54,15 +54,15 @@ def test_writers_of_a_store_die(kills: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("subject", ["support.tiers.subjects:CPU", "support.tiers.subjects:NVME"])
 def test_hundreds_of_deaths(subject: str, seed: int) -> None:
-    assert campaign(subject, kills=150, seed=seed).startswith("152 deaths")
+    assert crash(subject, kills=150, seed=seed).startswith("152 deaths")
 
 
 @pytest.mark.slow
 def test_writers_that_share_a_store_die_together() -> None:
-    assert campaign("support.object.object_subjects:FOLDER", kills=30, seed=5, engines=2)
+    assert crash("support.object.object_subjects:FOLDER", kills=30, seed=5, engines=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engines", [2, 4])
 def test_engines_that_share_a_folder_die_together(engines: int) -> None:
-    assert campaign("support.tiers.subjects:SLABS", kills=90, seed=engines, engines=engines)
+    assert crash("support.tiers.subjects:SLABS", kills=90, seed=engines, engines=engines)

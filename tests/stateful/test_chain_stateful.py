@@ -61,7 +61,7 @@ class ChainMachine(RuleBasedStateMachine):
         restart: float,
     ) -> None:
         rules = [rule(write, admit, 5) for write, admit in zip(writes, admits, strict=True)]
-        ahead = PrefetchSettings(memory=0.5, restart=restart)
+        ahead = PrefetchSettings(memory=0.5, warmup_share=restart)
         kept = RetainSettings(share=0.5)
         self.rig = ChainRig(SLOTS, [rule(), *rules], in_files=in_files, prefetch=ahead, retain=kept)
         for index, tier in enumerate(self.rig.tiers):
@@ -364,7 +364,7 @@ class ChainMachine(RuleBasedStateMachine):
         self.rig.now += LONGEST_S
         self.rig.settle(2)
         assert not self.chain.has_pending_work
-        self.rig.now += RetainSettings().longest.seconds
+        self.rig.now += RetainSettings().max_ttl.seconds
         self.poll()
         assert [tier.stats().retained for tier in self.rig.tiers] == [0] * len(SLOTS)
         prefetches = self.chain.prefetches

@@ -24,7 +24,7 @@ ERRORS = [
     NotWritable(".path", "no right to write", "change its owner"),
     ExtraMissing("an object store", "s3"),
     MediumError("no room"),
-    RateLimited("slow down", retry_after_s=2.0),
+    RateLimited("slow down"),
 ]
 
 

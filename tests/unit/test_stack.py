@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from kvtier import Stack, load_config
+from kvtier.amounts import size
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.errors import ConfigError, ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
-from kvtier.observe.human import size
 from kvtier.record.record import record_bytes
 from kvtier.testing.memory import MemoryHandler, MemoryTier
 from kvtier.testing.subject import NAMESPACE, make_keys, payload

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from engines.engine import HOST, Engine
+from engines.engine import Engine
+from engines.fixtures import environment_as_before, model, world
 from engines.world import World
 
-MODELS = Path(sys.prefix) / "models"
+__all__ = ["environment_as_before", "model", "world"]
+
 HANGS_S = 1800
 """A test starts several engines, each of which takes half a minute where processors are busy."""
 LOG_LINES = 60
@@ -50,33 +49,6 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.fixture(autouse=True)
-def environment_as_before() -> Iterator[None]:
-    """What vLLM sets when a test imports it, or has it make a configuration, goes with the test.
-    Else no engine after that could be forked: its environment would be another one (10 s, not 2).
-    """
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="session")
-def model() -> Callable[..., Path]:
-    """Builds a small model in the virtual environment, where it is found the next time."""
-
-    def build(family: str, seed: int = 0, layers: int = 4) -> Path:
-        target = MODELS / (f"{family}-{seed}" if layers == 4 else f"{family}-{seed}-{layers}")
-        command = [sys.executable, str(HOST.parents[1] / "families.py"), str(target)]
-        command += ["--family", family, "--seed", str(seed), "--layers", str(layers)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return target
-
-    return build
-
-
 @pytest.fixture(scope="session")
 def plain_llama(
     model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -85,14 +57,6 @@ def plain_llama(
     whatever other files have asked it."""
     world = World(tmp_path_factory.mktemp("plain"))
     yield world.engine(model("llama"), enable_prefix_caching=False)
-    world.close()
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """Folders and engines of one test."""
-    world = World(tmp_path)
-    yield world
     world.close()
 
 

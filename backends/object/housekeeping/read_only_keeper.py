@@ -12,8 +12,8 @@ import math
 from kvtier.backends.object.housekeeping.keeper import Keeper
 from kvtier.backends.object.housekeeping.keeper_limits import Limits
 from kvtier.backends.object.housekeeping.use_counts import Uses
-from kvtier.backends.object.stores.read_only import ReadOnlyStore
 from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.stores.wrapper import ReadOnlyStore
 from kvtier.types import Namespace
 
 

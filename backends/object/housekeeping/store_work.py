@@ -26,8 +26,8 @@ from kvtier.backends.object.manifests.outbox import Outbox
 from kvtier.backends.object.manifests.reconcile import Reconciliation
 from kvtier.backends.object.object_names import description_name
 from kvtier.backends.object.stores.errors import StoreError, StoreFull
-from kvtier.backends.object.stores.revocable import RevocableStore
 from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.stores.wrapper import RevocableStore
 from kvtier.record.record import HEADER_BYTES
 from kvtier.types import Namespace
 

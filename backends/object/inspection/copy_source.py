@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.backends.object.manifests.manifest import Entries
-from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
-from kvtier.inspect.contents import Block
 from kvtier.inspect.filling import ROW, HandlerSource, Rows
 from kvtier.interfaces.handler import Handler
 from kvtier.types import LoadStoreSpec, Namespace
@@ -48,7 +46,3 @@ class ManifestSource(HandlerSource):
 
     def spec(self, at: Sequence[int]) -> LoadStoreSpec:
         return ObjectSpec(list(at))
-
-    def block(self, at: int, block: Block) -> Block:
-        block.place = block_name(block.namespace, block.key, at)
-        return block

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object.client.parallel_requests import in_parallel
 from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests.manifest import Entries
 from kvtier.backends.object.manifests.merge import merge
@@ -24,7 +23,7 @@ from kvtier.backends.object.stores.errors import (
     StoreError,
     Unavailable,
 )
-from kvtier.backends.object.stores.store import Store, bounded
+from kvtier.backends.object.stores.store import Store, bounded, in_parallel
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.types import Namespace
 

@@ -2,7 +2,7 @@
 
 For five million blocks this takes 80 bytes each. A dict would take three times as much, and would
 stop all other threads while it grows. So numpy looks objects up, many at a time, because it sorts
-and searches without Python's lock.
+and searches without the GIL.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Object stores: one interface, two implementations, and wrappers that each add one behaviour.
 
-`open_store` builds what a tier uses: an S3 bucket or a folder, behind a circuit breaker, behind
-retries.
+`open_store` builds what a tier uses: a bucket of any cloud or a folder, behind retries and a
+circuit breaker.
 
     store             the interface `Store` and its guarantees; names and limits of listings
     errors            everything that a store raises
-    s3_store          an S3-compatible bucket (the requests are in `client/`)
-    file_store        a folder; folder_listing lists it
-    wrapper           base of all wrappers
-    retry             bounded retries, and a pause for all when the store asks for one
-    circuit_breaker   leaves an unwell store alone
-    revocable         can be taken away while other threads use it
-    read_only         drops writes
+    bucket_store      a bucket of any cloud, by obstore
+    clouds            where a bucket is, and how it is reached
+    credentials       those of AWS, by botocore's chain
+    reader            GETs over plain HTTP, straight into memory
+    status_errors     what the errors of obstore and of servers mean
+    file_store        a folder
+    wrapper           base of all wrappers; a store that is only read, one that can be revoked
+    retry             bounded retries, a shared pause, and a circuit breaker
     open_store        from a url and settings to a store
 """

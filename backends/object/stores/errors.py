@@ -23,11 +23,8 @@ class StoreError(KVTierError):
     setting = ""
     """Which setting is wrong, or empty if no setting would help."""
 
-    def __init__(
-        self, problem: str, *, retry_after_s: float = 0.0, setting: str | None = None
-    ) -> None:
+    def __init__(self, problem: str, *, setting: str | None = None) -> None:
         super().__init__(problem)
-        self.retry_after_s = retry_after_s
         if setting is not None:
             self.setting = setting
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -20,11 +21,15 @@ from kvtier.backends.object.stores.errors import (
     InvalidName,
     LengthMismatch,
     StoreError,
+    Unavailable,
 )
 from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 
 Buffer = memoryview
 _Listed = TypeVar("_Listed")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_PARALLEL = 8
 
 _SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
@@ -81,7 +86,8 @@ class Store(ABC):
 
         With `if_absent`, a store that can refuse returns STORED to at most one writer of a name.
         On a store that cannot, the last writer wins, and each gets STORED. Buffers are read in
-        place, and a retry may send them again until the call returns.
+        place, and a retry may send them again. After `TimedOut` they may still be read for a while:
+        an object that such an upload leaves behind may have any bytes.
         """
 
     @abstractmethod
@@ -162,6 +168,20 @@ def delete_batches(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]
         some = names[start : start + store.deletes_at_once]
         start += len(some)
         yield some
+
+
+def in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """The results in order, several items at once. If `work` raises, so does this, and no further
+    item is begun. Raises Unavailable if no thread can be started: there are too many, or the
+    interpreter ends."""
+    if not items:
+        return []
+    with ThreadPoolExecutor(min(_PARALLEL, len(items)), "kvtier-requests") as threads:
+        try:
+            results = threads.map(work, items)
+        except RuntimeError as error:
+            raise Unavailable(f"no thread can be started: {error}") from error
+        return list(results)
 
 
 def bounded(

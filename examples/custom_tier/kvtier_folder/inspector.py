@@ -1,6 +1,6 @@
 """The inspector: what people see of the folder from outside, and do to it.
 
-`listing` alone would do for `kvtier ls`, `du`, `show`, `verify` and `prewarm`. The rest is what
+`listing` alone would do for `kvtier ls`, `du`, `verify` and `prewarm`. The rest is what
 this medium can do beyond that.
 """
 

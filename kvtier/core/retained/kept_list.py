@@ -1,16 +1,21 @@
-"""A tier's list of retained blocks beside its medium: read at the start, written as it changes."""
+"""A tier's list of retained blocks beside its medium: read at the start, written as it changes.
+
+A file system may take its time, so that no engine's thread writes: a tier's keeper does (`write`),
+or, where a tier has none, a thread for each write (`write_behind`).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future
 from pathlib import Path
 
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.errors import FormatError
+from kvtier.system.calls import abandonable
 from kvtier.system.disk import Disk
 
 logger = logging.getLogger(__name__)
@@ -39,6 +44,7 @@ class KeptList:
         self._clock = clock
         self._next = 0.0
         self._failed = False
+        self._writing: Future[None] | None = None
 
     def begin(self) -> None:
         """Retain what an earlier process has retained."""
@@ -50,26 +56,50 @@ class KeptList:
 
     @property
     def unwritten(self) -> bool:
-        """Whether there is something to write, and it can be written."""
-        return self._retained.changed and not self._failed
+        """Whether there is something to write, or it is being written, and it can be written."""
+        return (self._retained.changed or self._busy) and not self._failed
 
-    def write(
-        self, lock: AbstractContextManager[object] | None = None, *, at_once: bool = False
-    ) -> None:
-        """Write the list if it has changed, not too often; the list is read under a `lock`."""
-        now = self._clock()
-        if not self._retained.changed or (now < self._next and not at_once):
+    @property
+    def _busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    @property
+    def _due(self) -> bool:
+        return self._retained.changed and self._clock() >= self._next
+
+    def write_behind(self) -> None:
+        """Have the list written if it has changed, not too often; never blocks."""
+        if self._busy or not self._due:
             return
-        with lock or nullcontext():
-            sessions = self._retained.take_all()
         try:
-            kept_file.write(self._disk, self.path, sessions, self._namespace)
-            self._failed = False
-        except OSError as error:
-            self._retained.changed = True
-            self._next = now + _FAILED_S
-            if not self._failed:
-                logger.warning("what is retained is not kept for the next start: %s", error)
-            self._failed = True
+            self._writing = abandonable(self.write, "kvtier-retained")
+        except RuntimeError as error:  # there may be no more threads
+            self._fail(error)
+
+    def write(self, *, at_once: bool = False) -> None:
+        """Write the list if it has changed, not too often, or `at_once`; not for two threads at the
+        same time."""
+        if not (self._retained.changed if at_once else self._due):
             return
-        self._next = now + max(_LEAST_S, _SHARE * (self._clock() - now))
+        began = self._clock()
+        try:
+            sessions = self._retained.take_all()
+            kept_file.write(self._disk, self.path, sessions, self._namespace)
+        except OSError as error:
+            self._fail(error)
+            return
+        self._failed = False
+        self._next = began + max(_LEAST_S, _SHARE * (self._clock() - began))
+
+    def _fail(self, error: Exception) -> None:
+        self._retained.changed = True
+        self._next = self._clock() + _FAILED_S
+        if not self._failed:
+            logger.warning("what is retained is not kept for the next start: %s", error)
+        self._failed = True
+
+    def close(self) -> None:
+        """Write what has changed; may block."""
+        if self._writing is not None and self._writing.exception() is not None:
+            self._retained.changed = True  # whatever ended that thread is raised here
+        self.write(at_once=True)

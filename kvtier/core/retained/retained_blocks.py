@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from kvtier.core.retained.refused_blocks import RefusedBlocks
@@ -21,6 +21,10 @@ PINNED = "kvtier:pin"
 """What `kvtier pin` names: no session of a client is called so (`is_session`)."""
 _RESERVED = "kvtier:"
 _LOOK_FOR_ABSENT_S = 10.0
+_LOOKED_AT = 512
+_ENDED_AT_ONCE = 512
+"""One call looks at so many blocks that may be absent, and lets so many go that have ended, in less
+than a millisecond each: an engine's step waits for it."""
 _STALE_MAX = 4096
 
 Sessions = Mapping[str, Mapping[BlockKey, float]]
@@ -42,7 +46,7 @@ class RetainedBlocks:
 
     Within the budget, sessions are equals: one that has less takes places from those that have
     most, until it has as many. What people have pinned keeps its places. Ends are in seconds
-    since 1970, because the list outlives its process; what has ended leaves it at the next call.
+    since 1970, because the list outlives its process; what has ended leaves it in the next calls.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -52,11 +56,13 @@ class RetainedBlocks:
         self._held: dict[BlockKey, int] = {}
         """By how many sessions each is retained."""
         self._ends: list[tuple[float, str, BlockKey]] = []
-        """A heap; what was prolonged stands there more than once."""
+        """A heap; what was prolonged stands there with its first end until that has come."""
         self._ended: list[BlockKey] = []
         self._without_place = RefusedBlocks(BLOCKS_MAX, SESSIONS_MAX, clock)
         self._richest = NO_SESSION
-        self._next_look = 0.0
+        self._unlooked: Iterator[tuple[str, BlockKey]] = iter(())
+        """What is left of a round of looking for blocks that are absent."""
+        self._next_round = 0.0
         self.refused = self.released = 0
         self.changed = False
         """Since somebody took the list to write it down."""
@@ -90,17 +96,19 @@ class RetainedBlocks:
             if not keys or not until > self._clock() or not self._has_place_for(session):
                 return self._refuse(len(keys))
             mine = self._sessions[session] = {}
+        if len(self._held) + len(keys) > self.budget:
+            self._drop_absent(session, here)
         taken = 0
         for key in keys:
             known = mine.get(key)
             if known is None:
-                if key not in self._held and not self._make_place(session, here):
+                if key not in self._held and not self._make_place(session):
                     break
                 self._held[key] = self._held.get(key, 0) + 1
             if known is None or until > known:
                 mine[key] = until
                 self.changed = True
-                if until != math.inf:
+                if known is None and until != math.inf:
                     heapq.heappush(self._ends, (until, session, key))
             taken += 1
         self._without_place.forget(session, keys[:taken])
@@ -117,10 +125,8 @@ class RetainedBlocks:
         self.refused += blocks
         return blocks
 
-    def _make_place(self, session: str, here: Callable[[BlockKey], bool]) -> bool:
+    def _make_place(self, session: str) -> bool:
         """Have one place free, if it need be by taking it from another session."""
-        if len(self._held) >= self.budget:
-            self._drop_absent(session, here)
         while len(self._held) >= self.budget:
             other = self._richer_than(session)
             if other is None:
@@ -147,16 +153,25 @@ class RetainedBlocks:
         return found
 
     def _drop_absent(self, but: str, here: Callable[[BlockKey], bool]) -> None:
-        """What others retain that is not in the tier leaves its place; looked for now and then."""
-        now = self._clock()
-        if now < self._next_look:
-            return
-        self._next_look = now + _LOOK_FOR_ABSENT_S
-        for session in self._sessions.keys() - {but, PINNED}:
-            for key in [key for key in self._sessions[session] if not here(key)]:
+        """What others retain that is not in the tier leaves its place. Each call looks at some of
+        them; another round over all begins now and then."""
+        some = list(islice(self._unlooked, _LOOKED_AT))
+        if not some and (now := self._clock()) >= self._next_round:
+            self._next_round = now + _LOOK_FOR_ABSENT_S
+            self._unlooked = self._all_but_pinned()
+            some = list(islice(self._unlooked, _LOOKED_AT))
+        for session, key in some:
+            if session != but and key in self._sessions.get(session, ()) and not here(key):
                 self._let_go(session, key)
-            if not self._sessions[session]:
-                del self._sessions[session]
+                if not self._sessions[session]:
+                    del self._sessions[session]
+
+    def _all_but_pinned(self) -> Iterator[tuple[str, BlockKey]]:
+        """What is retained, session by session, however that changes meanwhile."""
+        for session in list(self._sessions):
+            if session != PINNED:
+                for key in list(self._sessions.get(session, ())):
+                    yield session, key
 
     def _let_go(self, session: str, key: BlockKey) -> bool:
         """A session does not retain a block any more; whether nobody does now."""
@@ -183,17 +198,23 @@ class RetainedBlocks:
         return [key for key in free if key not in self._without_place]
 
     def expire(self) -> None:
-        """Let go of what has ended."""
+        """Let go of what has ended, or of some of it if that is much."""
         self._without_place.expire()
-        if not self._ends or self._ends[0][0] > (now := self._clock()):
-            return
-        while self._ends and self._ends[0][0] <= now:
+        now = self._clock()
+        for _ in range(_ENDED_AT_ONCE):
+            if not self._ends or self._ends[0][0] > now:
+                return
             _, session, key = heapq.heappop(self._ends)
-            mine = self._sessions.get(session)
-            if mine is not None and mine.get(key, math.inf) <= now:
+            mine = self._sessions.get(session, {})
+            until = mine.get(key)
+            if until is None:  # it was released
+                continue
+            if until <= now:
                 self._let_go(session, key)
                 if not mine:
                     del self._sessions[session]
+            elif until != math.inf:  # it was prolonged
+                heapq.heappush(self._ends, (until, session, key))
 
     def _drop_stale_ends(self) -> None:
         if len(self._ends) > 2 * len(self._held) + _STALE_MAX:
@@ -224,10 +245,12 @@ class RetainedBlocks:
         return list(islice(self._sessions.get(session, ()), most))
 
     def take_all(self) -> dict[str, dict[BlockKey, float]]:
-        """The whole list but what is pinned (which has a file of its own), to be written down."""
-        self.expire()
+        """The whole list but what is pinned (which has a file of its own), to be written down. Any
+        thread may call it: each copy is one step under the GIL, and if the list changes between
+        two, it will be written again."""
         self.changed = False
-        return {name: dict(mine) for name, mine in self._sessions.items() if name != PINNED}
+        names = [name for name in list(self._sessions) if name != PINNED]
+        return {name: dict(self._sessions.get(name, {})) for name in names}
 
     def restore(self, sessions: Sessions) -> None:
         """Take in what an earlier process wrote down, as far as there are places."""

@@ -26,7 +26,7 @@ class Retention:
         clock: Callable[[], float] = time.time,
     ) -> None:
         settings = settings or _OFF
-        self._longest = settings.longest.seconds
+        self._max_ttl = settings.max_ttl.seconds
         self._clock = clock
         # What is only read takes nothing in, and so lets nothing go.
         self._tiers = [
@@ -52,8 +52,8 @@ class Retention:
         self, keys: Sequence[BlockKey], session: str, seconds: float | None = None
     ) -> list[int]:
         """Keep these blocks of a prefix, its head first, for so long, or (None) until the session
-        is over; never longer than `longest`. Says how many each tier has refused."""
-        span = self._longest if seconds is None else min(seconds, self._longest)
+        is over; never longer than `max_ttl`. Says how many each tier has refused."""
+        span = self._max_ttl if seconds is None else min(seconds, self._max_ttl)
         if not span > 0 or math.isnan(span):
             return [0] * len(self._tiers)
         until = self._clock() + span

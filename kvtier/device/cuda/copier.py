@@ -8,6 +8,7 @@ Python time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -33,7 +34,18 @@ from kvtier.device.copier import (
 )
 from kvtier.device.cuda.staged_copies import StagedPath
 from kvtier.device.direct.loader import DirectLoader, DirectPath
-from kvtier.device.queue import Batch, JobQueue, Steps, StorePace, each_row, failed, head, unchanged
+from kvtier.device.queue import (
+    CLOSE_S,
+    Batch,
+    JobQueue,
+    Steps,
+    StorePace,
+    each_row,
+    failed,
+    head,
+    unchanged,
+)
+from kvtier.system.calls import Attempt, joined
 from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -157,20 +169,24 @@ class CudaCopier(DeviceCopier):
         self._landing: list[threading.Thread] = []
         try:
             self._start(self._opening, [self._open, self._pin])
-            self._start(self._issuing, [self._issue_loads, self._issue_stores] * threads)
+            jobs = self._job_queue
+            issue_loads = partial(jobs.serve, jobs.load, self._issue_load)
+            issue_stores = partial(jobs.serve, jobs.store, self._issue_store)
+            self._start(self._issuing, [issue_loads, issue_stores] * threads)
             self._start(self._reading, [self._direct.run] if self._direct else [])
-            self._start(self._landing, [self._land_loads] + [self._land_stores] * threads)
+            self._start(self._landing, [partial(self._land, self._loads, self._land_load)])
+            land_stores = partial(self._land, self._stores, self._land_store)
+            self._start(self._landing, [land_stores] * threads)
         except RuntimeError:  # the system gives no more threads
             self.close()
             raise
 
     def _start(self, started: list[threading.Thread], loops: Sequence[Callable[[], None]]) -> None:
         def run(loop: Callable[[], None]) -> None:
-            try:
-                self._device.attach()
-            except ERRORS:  # what it cannot do fails job by job: a thread that ends hangs them
-                logger.exception("a thread of the copier cannot use the device")
-            loop()
+            with Attempt("a thread of the copier cannot use the device"):
+                self._device.attach()  # what it cannot do fails job by job
+            with Attempt("a thread of the copier has ended"):
+                loop()
 
         for loop in loops:
             thread = threading.Thread(target=run, args=(loop,), name="kvtier-copy", daemon=True)
@@ -243,57 +259,51 @@ class CudaCopier(DeviceCopier):
         self._pace.stop()
         if self._direct is not None:
             self._direct.stop()
-        for thread in [*self._opening, *self._issuing]:
-            thread.join()
-        if self._direct is not None and not self._direct.opening:
-            for thread in self._reading:
-                thread.join()
-        self._loads.flights.put(None)
-        self._stores.flights.put(None)
-        for thread in self._landing:
-            thread.join()
-        self._on_close()
+        reading = self._reading if self._direct and not self._direct.opening else []
+        ended = joined([*self._opening, *self._issuing, *reading], CLOSE_S)
+        for pipe in (self._loads, self._stores) if ended else ():
+            with contextlib.suppress(queue.Full):  # of what a device that hangs has not done
+                pipe.flights.put(None, timeout=CLOSE_S)
+        if ended and joined(self._landing, CLOSE_S):
+            self._on_close()
+        else:  # what the device copies stays pinned and mapped until the process ends
+            logger.error("a thread that copies has not ended within %g s", CLOSE_S)
 
     # -- to the device ---------------------------------------------------------------------
 
-    def _issue_loads(self) -> None:
-        while (batch := self._job_queue.next(self._job_queue.load)) is not None:
-            if self._loads.by_stage(self._staged.load, batch):
-                continue
-            slots = batch.work.job.slots
-            stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
-            outcomes = head(each_row(batch, self._prove), batch.work.failed)
-            self._loads.flights.put(self._queue(self._loads, batch, outcomes, stamps))
+    def _issue_load(self, batch: Batch) -> None:
+        if self._loads.by_stage(self._staged.load, batch):
+            return
+        slots = batch.work.job.slots
+        stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
+        outcomes = head(each_row(batch, self._prove), batch.work.failed)
+        self._loads.flights.put(self._queue(self._loads, batch, outcomes, stamps))
 
     def _prove(self, batch: Batch, row: int) -> Outcome:
         key, slot, group = batch.work.record(row)
         outcome = self._prover.arrived(slot, key)
         return self._prover.verify(slot, key, group) if outcome.ok else outcome
 
-    def _land_loads(self) -> None:
-        while (flight := self._loads.flights.get()) is not None:
-            same = partial(unchanged, self._prover, flight.stamps)
-            self._job_queue.finish(flight.batch, each_row(flight.batch, same, self._landed(flight)))
+    def _land_load(self, flight: _Flight) -> None:
+        same = partial(unchanged, self._prover, flight.stamps)
+        self._job_queue.finish(flight.batch, each_row(flight.batch, same, _landed(flight)))
 
     # -- from the device -------------------------------------------------------------------
 
-    def _issue_stores(self) -> None:
-        while (batch := self._job_queue.next(self._job_queue.store)) is not None:
-            if self._stores.by_stage(self._staged.store, batch):
-                continue
-            outcomes = each_row(batch, self._reserved)
-            self._stores.flights.put(self._queue(self._stores, batch, outcomes, {}))
+    def _issue_store(self, batch: Batch) -> None:
+        if self._stores.by_stage(self._staged.store, batch):
+            return
+        outcomes = each_row(batch, self._reserved)
+        self._stores.flights.put(self._queue(self._stores, batch, outcomes, {}))
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         key, slot, _ = batch.work.record(row)
         return self._prover.reserved(slot, key)
 
-    def _land_stores(self) -> None:
-        while (flight := self._stores.flights.get()) is not None:
-            batch, outcomes = flight.batch, self._landed(flight)
-            self._job_queue.released(batch)
-            self._job_queue.finish(batch, each_row(batch, self._seal, outcomes), released=True)
-        self._stores.flights.put(None)  # for the next of these threads
+    def _land_store(self, flight: _Flight) -> None:
+        batch, outcomes = flight.batch, _landed(flight)
+        self._job_queue.released(batch)
+        self._job_queue.finish(batch, each_row(batch, self._seal, outcomes))
 
     def _seal(self, batch: Batch, row: int) -> Outcome:
         key, slot, group = batch.work.record(row)
@@ -312,33 +322,33 @@ class CudaCopier(DeviceCopier):
         slots: Ints = np.array([job.slots[row] for row in rows], np.int64)
         pieces = Pieces(*(column[rows] for column in batch.work.pieces))
         records = self._slots_at + slots * self._slot_bytes
-        try:
-            copies = describe(self._layout, job.blocks, pieces, records)
-        except ERRORS:
-            logger.exception("a %s of the engine failed", job.kind.value)
-            return _Flight(batch, failed(outcomes), stamps, None, None)
+        copies = describe(self._layout, job.blocks, pieces, records)
         held: object = None
         event: Event | None = None
+        whole = False
         with pipe.lock:
-            try:
+            with Attempt(f"the device refused {batch.work.what}"):
                 pipe.lane.after(batch.work.mark)
                 held = pipe.copy(copies)
-            except ERRORS:
-                logger.exception("the device refused a %s", job.kind.value)
-                outcomes = failed(outcomes)
-            try:
+                whole = True
+            with Attempt(f"the device failed {batch.work.what}"):
                 event = pipe.lane.record()  # in any case: a part of the copies may be queued
-            except ERRORS:
-                logger.exception("the device failed a %s", job.kind.value)
-                outcomes = failed(outcomes)
+        if not whole or event is None:
+            outcomes = failed(outcomes)
         return _Flight(batch, outcomes, stamps, event, held)
 
-    def _landed(self, flight: _Flight) -> list[Outcome]:
-        """Wait for a flight's copies; what became of its rows."""
-        try:
-            if flight.event is not None:
-                flight.event.synchronize()
-        except ERRORS:
-            logger.exception("the device failed a %s", flight.batch.work.job.kind.value)
-            return failed(flight.outcomes)
+    def _land(self, pipe: _Pipe, land: Callable[[_Flight], None]) -> None:
+        while (flight := pipe.flights.get()) is not None:
+            with self._job_queue.moving(flight.batch):
+                land(flight)
+        pipe.flights.put(None)  # for the next of these threads
+
+
+def _landed(flight: _Flight) -> list[Outcome]:
+    """Wait for a flight's copies; what became of its rows."""
+    if flight.event is None:
         return flight.outcomes
+    with Attempt(f"the device failed {flight.batch.work.what}"):
+        flight.event.synchronize()
+        return flight.outcomes
+    return failed(flight.outcomes)

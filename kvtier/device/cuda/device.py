@@ -46,7 +46,7 @@ class Cuda:
         self._torch: Any = torch
         self._index = index
         self.cudart: Any = torch.cuda.cudart()
-        """What torch offers of the runtime, Python's lock released meanwhile."""
+        """What torch offers of the runtime, the GIL released meanwhile."""
         self.batch_copy = few_at_once(batch_copy or runtime_copy(torch))
         self.cores = cores_near(index, Topology())
         self._staging: Staging | None = None

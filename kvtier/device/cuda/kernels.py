@@ -117,7 +117,7 @@ _WATCHED = ("profile_scratch_size", "instrumentation_mode")
 
 @functools.cache
 def _launcher() -> Any:
-    """cuLaunchKernel; Python's lock is kept, because it returns at once. None without a driver."""
+    """cuLaunchKernel; the GIL is kept, because it returns at once. None without a driver."""
     try:
         launcher = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
     except (OSError, AttributeError):

@@ -5,7 +5,6 @@ Meanwhile the link carries those of other threads, which have buffers of their o
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,22 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.device.accelerator import ERRORS, Event, Stage
+from kvtier.device.accelerator import Event, Stage
 from kvtier.device.copier import DeviceLayout, Ints, Prover
-from kvtier.device.queue import (
-    Batch,
-    JobQueue,
-    StorePace,
-    each_row,
-    failed,
-    head,
-    or_failed,
-    unchanged,
-)
+from kvtier.device.queue import Batch, JobQueue, StorePace, each_row, failed, head, unchanged
 from kvtier.record.record import HEADER_BYTES
+from kvtier.system.calls import Attempt
 from kvtier.types import Outcome
-
-logger = logging.getLogger(__name__)
 
 
 class _Queued(NamedTuple):
@@ -132,15 +121,13 @@ class StagedPath:
 
     def load(self, batch: Batch, stage: Stage) -> None:
         """Slots to the buffer; what is proved there goes on to its pages."""
-        self._job_queue.finish(batch, or_failed(batch, partial(self._load, batch, stage)))
-
-    def _load(self, batch: Batch, stage: Stage) -> list[Outcome]:
         slots = batch.work.job.slots
         stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
         arrived = each_row(batch, self._arrived)
         proved = head(self._prove(batch, stage, arrived), batch.work.failed)
         placed = self._place(batch, stage, arrived, proved)
-        return each_row(batch, partial(unchanged, self._prover, stamps), placed)
+        same = partial(unchanged, self._prover, stamps)
+        self._job_queue.finish(batch, each_row(batch, same, placed))
 
     def _arrived(self, batch: Batch, row: int) -> Outcome:
         key, slot, group = batch.work.record(row)
@@ -195,7 +182,7 @@ class StagedPath:
         if rows:
             with self._pace.turn():
                 outcomes = self._leave(batch, stage, rows, outcomes)
-        self._job_queue.finish(batch, outcomes, released=bool(rows))
+        self._job_queue.finish(batch, outcomes)
 
     def _leave(
         self, batch: Batch, stage: Stage, rows: list[int], outcomes: list[Outcome]
@@ -218,7 +205,7 @@ class StagedPath:
                 fine = _done(batch, stage, lambda: stage.send(group, self._parts(batch, rows)))
         if not fine:
             return failed(outcomes)
-        return or_failed(batch, partial(self._seal, batch, stage, rows, outcomes))
+        return self._seal(batch, stage, rows, outcomes)
 
     def _reserved(self, batch: Batch, row: int) -> Outcome:
         key, slot, _ = batch.work.record(row)
@@ -253,7 +240,7 @@ def _reach(batch: Batch, clock: Callable[[], float]) -> None:
 
     By this thread, not by the stream: streams share a few queues of the device, where what waits
     holds up what comes behind it, other batches as well as the engine's own work. Once for each
-    job, because asking gives Python's lock away.
+    job, because asking gives the GIL away.
     """
     if not batch.work.reached:
         with batch.busy.waiting(len(batch.rows), clock):
@@ -271,26 +258,20 @@ def _done(batch: Batch, stage: Stage, *steps: Callable[[], object]) -> bool:
 
 
 def _queue(batch: Batch, stage: Stage, *steps: Callable[[], object]) -> _Queued:
-    held, whole = [], True
-    try:
+    held, whole = [], False
+    with Attempt(f"the device refused {batch.work.what}"):
         for step in steps:
             held.append(step())
-    except ERRORS:
-        logger.exception("the device refused a %s", batch.work.job.kind.value)
-        whole = False
-    try:
+        whole = True
+    with Attempt(f"the device failed {batch.work.what}"):
         return _Queued(whole, stage.record(), held)  # in any case: a part of it may be queued
-    except ERRORS:
-        logger.exception("the device failed a %s", batch.work.job.kind.value)
-        return _Queued(False, None, held)
+    return _Queued(False, None, held)
 
 
 def _ended(batch: Batch, queued: _Queued) -> bool:
     """Wait; whether all of it was done."""
-    try:
+    with Attempt(f"the device failed {batch.work.what}"):
         if queued.event is not None:
             queued.event.synchronize()
-    except ERRORS:
-        logger.exception("the device failed a %s", batch.work.job.kind.value)
-        return False
-    return queued.whole
+        return queued.whole
+    return False

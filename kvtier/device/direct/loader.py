@@ -14,8 +14,8 @@ import numpy as np
 from kvtier.device.accelerator import ERRORS, Accelerator
 from kvtier.device.copier import DeviceLayout, Pieces, describe, header_fits
 from kvtier.device.queue import Batch, JobQueue, Work
-from kvtier.errors import KVTierError
 from kvtier.record.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
+from kvtier.system.calls import Attempt
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, FilePlace, Outcome
 
@@ -143,12 +143,13 @@ class DirectLoader:
         read, flight = reading
         if isinstance(flight, Outcome):
             return Landing(flight)
+        self._lost.append(flight)  # until it is seen to have ended, whatever happens meanwhile
         while not flight.future.done():
             late = self._clock() >= deadline
             if late or self._stopped:
-                self._lost.append(flight)
                 return Landing(Outcome.TIMEOUT if late else Outcome.CANCELLED)
             self._sleep(0.0002)
+        self._lost.remove(flight)
         outcome = _end_of(flight)
         if outcome.ok:
             outcome = self._prove(read, flight)
@@ -229,10 +230,11 @@ class DirectLoader:
 
     def _reap(self) -> None:
         """Take back the buffers of reads that were given up and have ended since."""
-        for flight in [each for each in self._lost if each.future.done()]:
-            self._lost.remove(flight)
-            _end_of(flight)
-            self._free.append(flight.stage)
+        with Attempt("a direct read cannot tell whether it has ended"):
+            for flight in [each for each in self._lost if each.future.done()]:
+                self._lost.remove(flight)
+                _end_of(flight)
+                self._free.append(flight.stage)
 
 
 def _end_of(flight: _Flight) -> Outcome:
@@ -299,17 +301,17 @@ class DirectPath:
 
     def run(self) -> None:
         """Serve until the job queue closes."""
-        try:
+        with Attempt("files are not read straight into the device"):
             self._loader = self._open()
-        except (KVTierError, *ERRORS):
-            logger.exception("files are not read straight into the device")
         self.able = self._loader is not None
         self.opening = False
         if self._stopped:
             self.stop()
         under_way: deque[_UnderWay] = deque()
         while self._refill(under_way):
-            self._finish(under_way.popleft())
+            one = under_way.popleft()
+            with self._job_queue.moving(one.batch):
+                self._finish(one)
         if self._loader is not None:
             self._loader.close()
 
@@ -327,7 +329,8 @@ class DirectPath:
                 continue
             job, (row,) = batch.work.job, batch.rows
             read = DirectRead(job.files[row], job.keys[row], batch.work.groups[row])
-            under_way.append(_UnderWay(batch, loader.begin(read)))
+            with self._job_queue.moving(batch):
+                under_way.append(_UnderWay(batch, loader.begin(read)))
         return bool(under_way)
 
     def _finish(self, one: _UnderWay) -> None:
@@ -343,21 +346,18 @@ class DirectPath:
     def _place(self, batch: Batch, landing: Landing) -> Outcome:
         """Copy a proved record from its buffer to its pages."""
         work = batch.work
-        outcome = Outcome.OK
-        try:
+        held, whole = None, False
+        with Attempt(f"the device refused {work.what}"):
             pieces = Pieces(*(column[batch.rows] for column in work.pieces))
             records = np.array([landing.record], np.int64)
             copies = describe(self._layout, work.job.blocks, pieces, records)
             self._lane.after(work.mark)
             held = self._lane.to_device(copies)
-        except ERRORS:
-            logger.exception("the device refused a load")
-            outcome, held = Outcome.IO_ERROR, None
-        try:
+            whole = True
+        outcome = Outcome.IO_ERROR
+        with Attempt(f"the device failed {work.what}"):
             self._lane.record().synchronize()  # in any case: a part of the copies may be queued
-        except ERRORS:
-            logger.exception("the device failed a load")
-            outcome = Outcome.IO_ERROR
+            outcome = Outcome.OK if whole else Outcome.IO_ERROR
         del held
         return outcome
 

@@ -1,24 +1,46 @@
-"""The cache groups of an engine: how large their blocks are, how many of these make one stored
-block, and what vLLM's side of the connector is told about them."""
+"""vLLM's cache groups: the sizes of their blocks, how many of these make a chunk, and what the
+scheduler's side of the connector is told about them.
+
+`layer_specs` to `chunk_sizes` read vLLM's configuration; the functions below them read or change
+the configuration of an `OffloadingConnectorScheduler`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from kvtier.chain.hits import Shape
-from kvtier.vllm.hooks.pipeline_layers import most_layers
+
+
+def layer_specs(kv_cache_config: Any) -> Iterator[Any]:
+    """The spec of every cache group. For layers that differ in size, workers are told of each, and
+    the scheduler of one."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        yield from getattr(spec, "kv_cache_specs", {"any": spec}).values()
+
+
+def is_recurrent(spec: Any) -> bool:
+    """Whether the spec is of states (Mamba, gated delta nets) and not of attention."""
+    return "Mamba" in type(spec).__name__
+
+
+def has_window(spec: Any) -> bool:
+    """Whether the spec is of a sliding window."""
+    return "SlidingWindow" in type(spec).__name__
 
 
 def block_tokens(vllm_config: Any, kv_cache_config: Any) -> list[int]:
-    """Tokens a block, of every cache group; where a context is computed by several ranks, the
+    """Tokens a block, of every cache group. Where several ranks compute a context together, the
     block of each of them holds its part."""
     ranks = vllm_config.parallel_config.decode_context_parallel_size
     groups = kv_cache_config.kv_cache_groups
@@ -26,33 +48,24 @@ def block_tokens(vllm_config: Any, kv_cache_config: Any) -> list[int]:
 
 
 def most_blocks(kv_cache_config: Any) -> int | None:
-    """How many blocks a chunk may have, if not any number. A state (of Mamba and its kin) is there
-    only at the end of a block; and of a chunk that is longer than a window its first blocks may
-    slide out before its last are computed."""
+    """The most blocks that a chunk may have; None without a limit. A state exists only at the end
+    of a block, and a chunk longer than a window would lose its first blocks before its last ones
+    are computed."""
     limits = []
     for spec in layer_specs(kv_cache_config):
-        kind = type(spec).__name__
-        if "Mamba" in kind:
+        if is_recurrent(spec):
             limits.append(1)
-        elif "SlidingWindow" in kind:
+        elif has_window(spec):
             limits.append(max(1, spec.sliding_window // spec.block_size))
-        elif "ChunkedLocal" in kind:
+        elif "ChunkedLocal" in type(spec).__name__:
             limits.append(max(1, spec.attention_chunk_size // spec.block_size))
     return min(limits, default=None)
-
-
-def layer_specs(kv_cache_config: Any) -> Iterator[Any]:
-    """What every cache group is of. For layers that differ in size, workers are told of each, and
-    the scheduler of one."""
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        yield from getattr(spec, "kv_cache_specs", {"any": spec}).values()
 
 
 def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], int, int]:
     """The payload of a chunk of every cache group, all ranks together; its blocks; its parts.
 
-    Groups that are not offloaded, or of which the first rank has no layer, have no chunks: they are
+    A group that is not offloaded, or of which the first rank has no layer, has no chunks: it is
     given the largest size, which no block will ever have.
     """
     config = build_offloading_config(vllm_config, kv_cache_config)
@@ -102,29 +115,62 @@ def _unpadded(spec: Any) -> int:
     return int(size)
 
 
-# -- what vLLM's side of the connector knows of them -----------------------------------------------
+def most_layers(vllm_config: Any, groups: Sequence[Any]) -> list[int]:
+    """Of each cache group, the most layers that any rank of a pipeline holds. The scheduler is told
+    of the first rank alone: its counts stand where nothing is known of the others.
+
+    vLLM gives every n-th layer of a kind to a group, so that each rank has nearly as many.
+    """
+    first = [len(group.layer_names) for group in groups]
+    ranks = vllm_config.parallel_config.pipeline_parallel_size
+    if ranks == 1:
+        return first
+    model = vllm_config.model_config
+    total = model.get_total_num_hidden_layers()
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    kinds = ["any"] * total if len(groups) == 1 else kinds
+    spans = [get_pp_indices(total, rank, ranks) for rank in range(ranks)]
+    if not kinds or len(kinds) != total or sum(first) != spans[0][1] - spans[0][0]:
+        return first
+    holds = [{kinds[_layer_index(name)] for name in group.layer_names} for group in groups]
+    if any(len(each) != 1 for each in holds):
+        return first
+    found = []
+    for (kind,), count in zip(holds, first, strict=True):
+        most = max(kinds[start:stop].count(kind) for start, stop in spans)
+        found.append(max(count, -(-most // holds.count({kind}))))
+    return found
 
 
-def group_shapes(connector: Any) -> dict[int, Shape]:
-    """How the cache groups that are offloaded keep a prompt, as the scheduler's side knows them."""
+def _layer_index(layer_name: str) -> int:
+    return next(int(part) for part in layer_name.split(".") if part.isdigit())
+
+
+# -- the scheduler's side --------------------------------------------------------------------------
+
+
+def group_shapes(scheduler: Any) -> dict[int, Shape]:
+    """How the cache groups that are offloaded keep a prompt."""
     return {
         group.group_idx: Shape(
             group.tokens_per_chunk,
             group.sliding_window_size_in_chunks,
-            "Mamba" in type(group.kv_cache_spec).__name__,
+            is_recurrent(group.kv_cache_spec),
         )
-        for group in connector.connector_scheduler.config.kv_group_configs
+        for group in scheduler.config.kv_group_configs
     }
 
 
-def correct_groups(connector: Any) -> None:
-    """Change three things that vLLM's side does with cache groups. Of a hybrid model's prompt it
-    keeps what is behind the last whole chunk, too: that is never found here, and a request whose
-    `max_offload_tokens` end before it would end the engine. Of a window it asks for the tokens
-    before the next one, and for that one itself, for which it may want a chunk more than it keeps:
-    those before are enough. With a drafter it takes a chunk off each hit, for better guesses: no
-    state or window may be kept where that ends, so hits end as without one."""
-    scheduler = connector.connector_scheduler
+def correct_groups(scheduler: Any) -> None:
+    """Change three things in vLLM's configuration of cache groups.
+
+    - vLLM stores what a hybrid model's prompt has behind its last whole chunk. kvtier never finds
+      that, and a request whose `max_offload_tokens` end before it would end the engine.
+    - Of a window vLLM asks for the tokens before the next one and for that one itself, which may
+      take a chunk more than it keeps. The tokens before are enough.
+    - With a drafter vLLM takes a chunk off each hit, for better guesses. No state or window may be
+      kept where that ends, so hits end as without a drafter.
+    """
     groups = [group._replace(is_eagle_group=False) for group in scheduler.config.kv_group_configs]
     scheduler.config = scheduler.config._replace(
         supports_partial_tail=False, kv_group_configs=tuple(map(_without_next, groups))
@@ -133,19 +179,20 @@ def correct_groups(connector: Any) -> None:
 
 def _without_next(group: Any) -> Any:
     spec = group.kv_cache_spec
-    if "SlidingWindow" not in type(spec).__name__:
+    if not has_window(spec):
         return group
     before = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
     return group._replace(sliding_window_size_in_chunks=-(-before // group.tokens_per_chunk))
 
 
-def loses_decoded(connector: Any) -> int | None:
-    """Where what is decoded is kept, but not found again, because windows or states are kept at the
-    end of prompts alone: the tokens of which the distance of others must be a multiple."""
-    config = connector.connector_scheduler.config
+def unfound_decode_unit(scheduler: Any) -> int | None:
+    """None if decoded tokens are found again, or not kept. Else windows or states are kept at the
+    end of prompts alone: the number of tokens of which a retention interval must be a multiple."""
+    config = scheduler.config
     groups = config.kv_group_configs
-    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
-    sparse = any("SlidingWindow" in kind or "Mamba" in kind for kind in kinds)
+    sparse = any(
+        has_window(group.kv_cache_spec) or is_recurrent(group.kv_cache_spec) for group in groups
+    )
     if config.offload_prompt_only or config.retention_interval != 0 or not sparse:
         return None
     return math.lcm(*(group.tokens_per_chunk for group in groups))

@@ -1,10 +1,10 @@
 """Requests of which nothing can be stored for a while: most of those that decode.
 
-vLLM's scheduler side looks through all requests in each step, which takes some microseconds for
-each. A step of hundreds of them is held up by it for a millisecond or two, in which no more than a
-few have anything new. So it is told of those few alone, and of a step in which there are none it is
-told nothing. Who they are is not looked for among all requests, either: it is known of each how
-many tokens it lacks, and how many any request can have come on by.
+vLLM's scheduler side looks through all requests in each step, at some microseconds each. A step of
+hundreds of them would take a millisecond or two longer, though only a few have anything new. So it
+is told of those few alone, and of a step without any it is told nothing. They are not looked for
+among all requests, either: for each it is known how many tokens it lacks, and for all together how
+many tokens any of them can have been given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import compress
 from typing import Any
 
 from kvtier.vllm.guard import guarded
-from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
+from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 
 
 class IdleRequests:

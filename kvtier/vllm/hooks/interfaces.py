@@ -1,54 +1,58 @@
-"""The classes of vLLM that kvtier's own derive from, or speak in. The rest of kvtier takes them
-from here, so that a version that has moved one is met in one place."""
+"""The classes of vLLM that kvtier derives from, and the types and functions that it uses unchanged.
+
+The rest of kvtier imports them from here, so that a version that has moved one is met in one place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadingCounterMetadata,
-    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
     OffloadingManager,
     OffloadingSpec,
-    OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
-    TransferResult,
 )
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # 0.31 has none, and asks for none
-    CacheHitSource = None
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 __all__ = [
+    "BlockRemoved",
+    "BlockStored",
     "CacheHitSource",
-    "Locality",
     "LookupResult",
-    "Medium",
     "OffloadingConnector",
+    "OffloadingConnectorMetadata",
     "OffloadingConnectorStats",
     "OffloadingCounterMetadata",
-    "OffloadingEvent",
     "OffloadingGaugeMetadata",
     "OffloadingHistogramMetadata",
     "OffloadingManager",
     "OffloadingSpec",
-    "OffloadingWorker",
     "PrepareStoreOutput",
     "RequestOffloadingContext",
-    "TransferResult",
     "batched_copy",
+    "extra_keys",
+    "maybe_convert_block_hash",
+    "resolve_block_hashes",
 ]
 
 
@@ -58,3 +62,12 @@ def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
 
     copy: Callable[[Any, Any, Any, bool], None] = _custom_ops.swap_blocks_batch
     return copy
+
+
+def extra_keys(request: Any, start: int, end: int, block: int) -> Any:
+    """What the hash of each block in this range covers beside its tokens, as events state it."""
+    found, medium = [], 0
+    for at in range(start, end, block):
+        keys, medium = generate_block_hash_extra_keys(request, at, at + block, medium)
+        found.append(keys)
+    return to_event_extra_keys(found)

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.hooks.touch_points.point import Version
-from kvtier.vllm.hooks.touch_points.source_check import Finding, check, installed_in
+from kvtier.vllm.hooks.source_check import Finding, check, installed_in
+from kvtier.vllm.hooks.touch_points import Version
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.31.0", "0.32.0", "0.33.0")
-"""The two newest minor versions that have a build for CPUs, and the newest at all."""
+TESTED = ("0.32.0", "0.33.0")
+"""The newest minor version that has a build for CPUs, and the newest at all."""
 REFERENCE = "0.32.0"
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """The module that is vLLM's server. The command `vllm` fails in its build for CPUs, for which it
@@ -97,8 +97,7 @@ def touch_points(version: str) -> list[Finding]:
 
 def tested() -> str:
     """The tested versions, as they are told."""
-    *others, last = (each.rpartition(".")[0] for each in TESTED)
-    return f"{', '.join(others)} and {last}"
+    return " and ".join(each.rpartition(".")[0] for each in TESTED)
 
 
 def numbers_of(version: str) -> Version:

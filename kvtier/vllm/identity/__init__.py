@@ -1,6 +1,7 @@
 """What makes KV bytes interchangeable: under which namespace and which keys they are found again.
 
 - `namespace_facts.py`: the facts of an engine's namespace, from its configuration
-- `weight_fingerprints.py`: fingerprints of weights, and of LoRA adapters while they are used
-- `prompt_keys.py`: the keys of a prompt, computed without vLLM
+- `weight_fingerprints.py`: fingerprints of the files of weights and LoRA adapters
+- `lora_adapters.py`: which adapters an engine uses, and whether their files are what they were
+- `prompts.py`: prompts from files, and the keys of prompts, computed without vLLM
 """

@@ -92,8 +92,6 @@ def facts_of(
     block of each cache group."""
     import vllm
 
-    from kvtier.vllm.hooks import construction
-
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     configured = configuration_of(model.hf_config)
@@ -137,8 +135,7 @@ def facts_of(
             "decode_context_parallel_size",
             "cp_kv_cache_interleave_size",
             "dcp_kv_cache_interleave_size",
-        )
-        + (" by blocks" if construction.deals_out_blocks(vllm_config) else ""),
+        ),
         "speculative": _speculative(vllm_config, weights),
         "attention": _attention(vllm_config.attention_config),
         "environment": environment_of(os.environ),

@@ -6,22 +6,15 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
-
-from kvtier.system.calls import abandonable
 
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 1024
 _HEADER_MAX = 100 << 20
-_PATIENCE_S = 0.5
-"""So long an engine waits for the files of an adapter: once, whenever they cannot be read."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _FROM_FILES = (
     "auto",
@@ -132,117 +125,6 @@ def adapter_files(folder: Path) -> list[tuple[Path, int]]:
 def fingerprint_adapter(folder: Path) -> bytes:
     """What stands in the keys for an adapter's files."""
     return fingerprint_folder(folder, _ADAPTER).encode()
-
-
-class Adapters:
-    """What stands in the keys for the bytes of LoRA adapters, which vLLM's hashes leave out.
-
-    Each is read once, because requests wait for the answer. When files have changed since, or
-    cannot be read, nobody knows which of them the engine has loaded: nothing is kept from then on,
-    nor of what was being stored. An adapter whose files are not to be seen is known in this process
-    only, until the engine reads it again. Files are looked at in another thread: they may lie on a
-    server that hangs, and the engine must not wait for that.
-
-    Workers know adapters by numbers. One that is given to another adapter makes requests go on
-    with that, if it is read in place of the first; else those that come get the first.
-    """
-
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
-        self._known: dict[Path, tuple[object, bytes | None]] = {}
-        self._unseen = os.urandom(16)
-        self._patience_s = patience_s
-        self._look: Future[bytes | None] | None = None
-        """The last look at files, which may go on."""
-        self._users: dict[str, Path] = {}
-        self._storing: dict[int, Path] = {}
-        self._numbers: dict[int, Path] = {}
-        self._reads: Counter[int] = Counter()
-
-    def read(self, adapter: Any) -> None:
-        """The engine reads it now, whenever it is used."""
-        self._reads[adapter.lora_int_id] += 1
-        self._number(adapter)
-        self.salt(Path(adapter.lora_path))
-
-    def removed(self, number: int) -> None:
-        """The engine has let go of it: its number is free, unless requests have it yet."""
-        if self._numbers.get(number) not in self._users.values():
-            self._numbers.pop(number, None)
-
-    def began(self, request: str, adapter: Any) -> bytes | None:
-        """The salt for a request with this adapter, which the engine may read later only."""
-        folder = self._users[request] = Path(adapter.lora_path)
-        self._number(adapter)
-        salt = self.salt(folder)
-        if salt != self._unseen:
-            return salt
-        number = adapter.lora_int_id
-        which = f" {number} {self._reads[number]}".encode()
-        return None if adapter.load_inplace else salt + which
-
-    def _number(self, adapter: Any) -> None:
-        number, folder = adapter.lora_int_id, Path(adapter.lora_path)
-        before = self._numbers.get(number, folder)
-        self._numbers[number] = folder
-        if before != folder:
-            for doubtful in [before] if adapter.load_inplace else [before, folder]:
-                self._give_up(doubtful, f"shares its number, {number}, with that in {folder}")
-
-    def _give_up(self, folder: Path, why: str) -> None:
-        if self._known.get(folder, (None, b""))[1] is None:
-            return  # and said so
-        logger.warning(
-            "the adapter in %s %s: nothing is kept for it until the engine is started again",
-            folder,
-            why,
-        )
-        self._known[folder] = (None, None)
-
-    def ended(self, request: str) -> None:
-        """It stores nothing any more."""
-        self._users.pop(request, None)
-
-    def stores(self, request: str, errand: int) -> None:
-        """Blocks of a request are about to be stored."""
-        if request in self._users:
-            self._storing[errand] = self._users[request]
-
-    def vouches(self, errands: Iterable[int]) -> bool:
-        """Whether what was stored was computed by the adapters in its keys: if one has changed
-        between a request's coming and now, the engine may have read it in between."""
-        folders = {self._storing.pop(errand) for errand in errands if errand in self._storing}
-        salts = [self.salt(folder) for folder in folders]
-        return None not in salts
-
-    def salt(self, folder: Path) -> bytes | None:
-        """What stands in the keys for this adapter; None if nothing is to be kept of it."""
-        if self._look is not None and not self._look.done():
-            return None
-        self._look = abandonable(partial(self._salt, folder), "kvtier-adapter")
-        try:
-            return self._look.result(self._patience_s)
-        except TimeoutError:
-            logger.warning(
-                "the files of the adapter in %s take long to be looked at: nothing is kept of "
-                "requests with adapters that come meanwhile",
-                folder,
-            )
-            return None
-
-    def _salt(self, folder: Path) -> bytes | None:
-        if folder in self._known and self._known[folder][1] is None:
-            return None
-        try:
-            stamp = [(path, size, path.stat().st_mtime_ns) for path, size in adapter_files(folder)]
-            if folder not in self._known:
-                salt = fingerprint_adapter(folder) if stamp else self._unseen
-                self._known.setdefault(folder, (stamp, salt))  # unless given up meanwhile
-            changed = stamp != self._known[folder][0]
-        except OSError:
-            changed = True
-        if changed:
-            self._give_up(folder, "has changed, or cannot be read")
-        return self._known[folder][1]
 
 
 def _pieces(file: BinaryIO, size: int, safetensors: bool) -> Iterator[bytes]:

@@ -15,15 +15,13 @@ from support.processes.cli_world import STACK, command, every_kind, run
 
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
-from kvtier.cli import app
-from kvtier.cli.commands.contents import explain
+from kvtier.cli import app, explain
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, Namespace, block_key
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys, chunk_tokens
+from kvtier.vllm.identity import prompts as prompts_module
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens, read_prompts
 from kvtier.vllm.identity.weight_fingerprints import fingerprint_adapter
-from kvtier.vllm.serving import prompts as prompts_module
-from kvtier.vllm.serving.prompts import read_prompts
 
 FACTS = {
     "model": "./model",
@@ -211,7 +209,7 @@ class TestExplain:
     @every_kind
     def test_a_prompt_that_hits_in_part(self, stack_file: Path, prompt_file: Path) -> None:
         store(stack_file, ENGINE, 4)
-        report = run("explain", prompt_file, "-c", stack_file)
+        report = run("explain", "--prompts", prompt_file, "-c", stack_file)
         (answer,) = report["answers"]
         assert (answer["hits"], answer["chunks"], answer["hit_tokens"]) == (4, 6, 128)
         assert [(each["first"], each["last"]) for each in answer["runs"]] == [(0, 3), (4, 5)]
@@ -223,7 +221,7 @@ class TestExplain:
         stack_file.write_text(stack_file.read_text().replace("16MiB", "160MiB"))  # for both
         store(stack_file, OTHER, 6)
         store(stack_file, ENGINE, 0)
-        args = ["explain", prompt_file, "-c", stack_file, "--namespace", ENGINE.id]
+        args = ["explain", "--prompts", prompt_file, "-c", stack_file, "--namespace", ENGINE.id]
         report = run(*args, code=1)
         mine, other = report["answers"]
         assert (mine["hits"], mine["differs"]) == (0, [])
@@ -239,7 +237,7 @@ class TestExplain:
         store(stack_file, ENGINE, 4)
         store(stack_file, another, 6)
         (tmp_path / "model").mkdir()
-        words = ["explain", prompt_file, "-c", stack_file, "--model"]
+        words = ["explain", "--prompts", prompt_file, "-c", stack_file, "--model"]
         for model, namespace in (
             ("model", ENGINE),
             (tmp_path / "model", ENGINE),
@@ -256,7 +254,7 @@ class TestExplain:
         store(stack_file, ENGINE, 4)
         stray = tmp_path / "disk" / "blocks" / ENGINE.id / "ffffffff.table"
         stray.write_bytes(b"nothing of ours")
-        report = run("explain", prompt_file, "-c", stack_file, code=1)
+        report = run("explain", "--prompts", prompt_file, "-c", stack_file, code=1)
         assert report["answers"][0]["hits"] == 4
         (trouble,) = report["troubles"]
         assert str(stray) in trouble
@@ -267,13 +265,13 @@ class TestExplain:
         with Stack.open(stack_file, ENGINE) as stack:
             stack.store({key: payload(key, ENGINE) for key in chosen})
             assert stack.settle()
-        assert run("explain", prompt_file, "-c", stack_file)["answers"][0]["hits"] == 1
+        assert run("explain", "--prompts", prompt_file, "-c", stack_file)["answers"][0]["hits"] == 1
 
     def test_a_short_prompt(self, stack_file: Path, tmp_path: Path) -> None:
         store(stack_file, ENGINE, 1)
         path = tmp_path / "p.jsonl"
         path.write_text('{"tokens": [1, 2]}')
-        done = command("explain", path, "-c", stack_file)
+        done = command("explain", "--prompts", path, "-c", stack_file)
         assert done.code == 1
         assert "shorter than one chunk" in done.said
 
@@ -283,12 +281,12 @@ class TestExplain:
         path = tmp_path / "p.jsonl"
         image = {"tokens": TOKENS, "multi_modal_data": {}}
         path.write_text(f"{json.dumps(image)}\n{json.dumps({'tokens': TOKENS})}\n")
-        done = command("explain", path, "-c", stack_file)
+        done = command("explain", "--prompts", path, "-c", stack_file)
         assert done.code == 0
         assert done.out.startswith("prompt 2, 200 tokens")
         assert "p.jsonl:1 is skipped" in done.err
         assert "1 of 2 prompts are skipped" in done.err
-        report = run("explain", path, "-c", stack_file)
+        report = run("explain", "--prompts", path, "-c", stack_file)
         assert (len(report["answers"]), len(report["skipped"])) == (1, 1)
 
 
@@ -306,7 +304,10 @@ def test_prewarm_of_what_a_prompt_asks_for(
     args = ["prewarm", "-c", target / "stack.yaml", "--from", stack_file, "--prompts", prompt_file]
     (report,) = run(*args)["namespaces"]
     assert (report["asked"], report["copied"], report["missing"]) == (8, 8, 4)
-    assert run("explain", prompt_file, "-c", target / "stack.yaml")["answers"][0]["hits"] == 4
+    assert (
+        run("explain", "--prompts", prompt_file, "-c", target / "stack.yaml")["answers"][0]["hits"]
+        == 4
+    )
 
 
 def make_room(stack_file: Path) -> None:
@@ -342,8 +343,7 @@ class TestPrewarmWhereKeysCannotBeComputed:
         assert "hashes pickles" in found[self.PICKLED.id]["skipped"]
         done = command(*args)
         assert (done.code, f"namespace {self.PICKLED.id[:12]} is skipped" in done.err) == (0, True)
-        assert ENGINE.id[:12] in done.out
-        assert self.PICKLED.id[:12] not in done.out
+        assert done.out.startswith("0 of 8 blocks copied, 8 were there already")
 
     @pytest.mark.slow
     def test_without_another_one_that_is_a_failure(self, args: list[object]) -> None:
@@ -383,7 +383,7 @@ def test_each_namespace_is_searched_in_its_own_blocks(
 
     for module in (inspector, store_survey):
         monkeypatch.setattr(module, "parse_block", count)
-    assert app.run(["explain", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
+    assert app.run(["explain", "--prompts", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
     assert [each["hits"] for each in json.loads(capsys.readouterr().out)["answers"]] == [5] * 4
     assert max(looked.values()) == 2, "in the listing, and for its own namespace"
 
@@ -402,7 +402,7 @@ def test_of_a_large_store_single_blocks_are_asked_for(
         inspector, "blocks_prefix", lambda *words: listed.append(words[1]) or prefix(*words)
     )
     monkeypatch.setattr(explain, "_LISTED_AT_ONCE", 0)
-    assert app.run(["explain", str(prompt_file), "-c", str(stack_file)]) == 0
+    assert app.run(["explain", "--prompts", str(prompt_file), "-c", str(stack_file)]) == 0
     assert len(listed) > 1
     assert all(len(key) == 2 * 36 for key in listed)
 

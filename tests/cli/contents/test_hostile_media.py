@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import xxhash
 import zstandard
-from support.processes.cli_world import command
 
 from kvtier.backends.object.object_names import block_name
-from kvtier.cli.inspection import parallel as work
-from kvtier.cli.inspection.parallel import bounded_map
+from kvtier.cli import inspect as work
+from kvtier.cli.inspect import bounded_map
 from kvtier.record.codec import Codec
-from kvtier.record.record import HEADER_BYTES, Header, part_sum, put_sum, record_bytes, seal
-from kvtier.slab.files import is_empty
-from kvtier.testing.subject import NAMESPACE, make_keys
-from kvtier.types import BlockKey, Namespace
+from kvtier.record.record import HEADER_BYTES, Header, part_sum, put_sum
+from kvtier.testing.subject import make_keys
+from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow
 
@@ -117,51 +113,3 @@ def test_a_table_without_an_end_is_not_read_to_it(tmp_path: Path, what: str) -> 
         with table.open("wb") as file:
             file.truncate(1 << 40)
     assert not is_empty(table)
-
-
-# -- files of `kvtier export` --------------------------------------------------------------------
-
-
-def pack(path: Path, text: bytes, records: Sequence[memoryview]) -> Path:
-    """As kvtier export writes it, but of anything."""
-    head = struct.pack("<8sHHI", b"KVTPACK\n", 1, 0, len(text)) + text
-    tail = struct.pack("<8sQ", b"KVTPEND\n", len(records))
-    parts = [head, xxhash.xxh3_64_digest(head)[::-1], *records]
-    path.write_bytes(b"".join([*parts, tail, xxhash.xxh3_64_digest(tail)[::-1]]))
-    return path
-
-
-def record(key: BlockKey, size: int) -> memoryview:
-    found = memoryview(bytearray(record_bytes(size)))
-    seal(found, Header(key, NAMESPACE.digest, size))
-    return found
-
-
-@pytest.mark.parametrize("into", ["nvme", "object"])
-def test_no_block_comes_in_whose_key_no_store_can_name(
-    stack_file: Path, tmp_path: Path, into: str
-) -> None:
-    stack = with_a_store(stack_file, tmp_path / "store")
-    (good,) = make_keys(1)
-    size = NAMESPACE.payload_bytes
-    short = BlockKey(good[-4:])
-    records = [record(key, size) for key in (good, short)]
-    file = pack(tmp_path / "short.kvpack", NAMESPACE.to_json(), records)
-    done = command("import", file, "-c", stack, "--into", into, "--json")
-    (report,) = json.loads(done.out)["namespaces"]
-    assert (done.code, report["copied"]) == (1, 1)
-    assert "is damaged or cut short behind its first records" in done.err
-    done = command("verify", "-c", stack, "--tier", into, "--json")
-    assert json.loads(done.out)["counts"]["good"] == 1
-
-
-@pytest.mark.parametrize("into", ["nvme", "object"])
-def test_a_block_larger_than_any_is_no_mistake_in_kvtier(
-    stack_file: Path, tmp_path: Path, into: str
-) -> None:
-    stack = with_a_store(stack_file, tmp_path / "store")
-    text = NAMESPACE.to_json().replace(b"%d" % NAMESPACE.payload_bytes, b"%d" % (1 << 62))
-    file = pack(tmp_path / "large.kvpack", text, [])
-    done = command("import", file, "-c", stack, "--into", into)
-    assert (done.code, done.out) == (1, "")
-    assert "a payload has at most" in done.err

@@ -19,7 +19,7 @@ from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unava
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import app
-from kvtier.cli.inspection.inspectors import ConsoleReporter, look
+from kvtier.cli.inspect import ConsoleReporter, look
 from kvtier.config import load
 from kvtier.errors import MediumError
 from kvtier.inspect import Depth
@@ -163,8 +163,8 @@ def test_gc_lists_a_store_once_unless_it_looks_for_what_is_idle(
     ("words", "code"),
     [
         (["ls", NAMESPACE.id, "--limit", "5"], 0),
-        (["show", make_keys(1)[0].hex()[:12]], 1),  # it is empty, and so bad
-        (["show", "f" * 300], 1),
+        (["ls", make_keys(1)[0].hex()[:12]], 1),  # it is empty, and so bad
+        (["ls", "f" * 300], 1),
     ],
 )
 def test_nothing_is_listed_that_is_not_asked_for(

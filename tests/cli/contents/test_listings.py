@@ -10,6 +10,8 @@ import pytest
 from support.processes.cli_world import command, every_kind
 
 from kvtier import Stack
+from kvtier.amounts import size
+from kvtier.record.record import record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -19,7 +21,7 @@ ALL = [
     ["ls"],
     ["ls", NAMESPACE.id],
     ["du"],
-    ["show", NAMESPACE.id],
+    ["ls", make_keys(1)[0].hex()],
     ["verify"],
     ["verify", "--sample=50%"],
     ["gc", "--dry-run"],
@@ -39,10 +41,11 @@ def test_no_file_named(words: list[str]) -> None:
 
 def test_a_block_takes_a_line_of_a_terminal(filled: Path) -> None:
     out = command("ls", NAMESPACE.id, "-c", filled, "-t", "nvme", columns=80).out
-    head, _, *lines = out.splitlines()
+    assert out.startswith(f"namespace {NAMESPACE.id}\n")
+    head, _, *lines = out.split("\n\n")[-1].splitlines()
     assert head.split() == ["tier", "key", "group", "size", "hits", "last", "hit", "age"]
     assert len(lines) == 8
-    shown = command("show", lines[0].split()[2], "-c", filled)
+    shown = command("ls", lines[0].split()[2], "-c", filled)
     assert shown.code == 0
     assert "namespace  " + NAMESPACE.id in shown.out
 
@@ -72,7 +75,15 @@ def test_json(words: list[str], filled: Path) -> None:
     assert json.loads(done.out)
 
 
-@pytest.mark.parametrize("words", [["ls"], ["show", "{id}"], ["show", "{id}", "--json"]])
+def test_what_is_used_is_told_from_what_is_allocated(filled: Path) -> None:
+    (nvme,) = json.loads(command("du", "-c", filled, "-t", "nvme", "--json").out)
+    assert nvme["used"] == 8 * record_bytes(NAMESPACE.payload_bytes)
+    assert nvme["used"] < nvme["allocated"] <= nvme["capacity"]
+    said = command("du", "-c", filled, "-t", "nvme").said
+    assert f"used {size(nvme['used'])} by 8 blocks allocated {size(nvme['allocated'])}" in said
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "{id}"], ["ls", "{id}", "--json"]])
 def test_names_do_not_command_the_terminal(words: list[str], stack_file: Path) -> None:
     """A namespace's facts come from whoever may write to the folder or bucket."""
     hostile = Namespace(facts={"model": "\x1b]0;mine\x07\x9b2J\r"}, group_bytes=(4096,))
@@ -100,10 +111,10 @@ def test_of_two_namespaces_with_the_same_digits_none_is_shown(
         home = tmp_path / "disk" / "blocks" / namespace.id
         home.mkdir(parents=True)
         (home / "namespace.json").write_bytes(namespace.to_json())
-    done = command("show", first.id[:4], "-c", stack_file, "--json")
+    done = command("ls", first.id[:4], "-c", stack_file, "--json")
     assert (done.code, done.out) == (1, "")
     assert "2 namespaces begin with" in done.err
-    done = command("show", first.id, "-c", stack_file)
+    done = command("ls", first.id, "-c", stack_file)
     assert (done.code, "is another, because" in done.out) == (0, False), (
         "another model's is no news"
     )
@@ -117,12 +128,12 @@ def test_what_keeps_two_namespaces_of_a_model_apart(stack_file: Path, tmp_path: 
         home = tmp_path / "disk" / "blocks" / namespace.id
         home.mkdir(parents=True)
         (home / "namespace.json").write_bytes(namespace.to_json())
-    shown = command("show", new.id, "-c", stack_file).out
+    shown = command("ls", new.id, "-c", stack_file).out
     assert f"the same model's namespace {old.id[:12]} is another, because" in shown
     assert "engine: 2 here, 1 there" in shown
     assert "model: model here, a/model there" in shown
     assert "dtype:" not in shown
-    shown = json.loads(command("show", new.id, "-c", stack_file, "--json").out)
+    shown = json.loads(command("ls", new.id, "-c", stack_file, "--json").out)
     assert [each["fact"] for each in shown["differs"][old.id]] == ["engine", "model"]
 
 
@@ -142,7 +153,7 @@ def test_one_model_under_two_names(weights: str, stack_file: Path, tmp_path: Pat
     names = [f"{each.id[:12]} ({each.facts['model']})" for each in both]
     fresh = tmp_path / "fresh.yaml"
     fresh.write_text(stack_file.read_text().replace("/blocks", "/fresh"))
-    for words in (["ls"], ["explain", tokens], ["prewarm", "--from", stack_file]):
+    for words in (["ls"], ["explain", "--prompts", tokens], ["prewarm", "--from", stack_file]):
         done = command(*words, "-c", fresh if words[0] == "prewarm" else stack_file)
         assert all((name in done.said) is (weights == "equal") for name in names), words
         assert ("the same weights under several names" in done.said) is (weights == "equal")

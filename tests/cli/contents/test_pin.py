@@ -1,4 +1,4 @@
-"""`kvtier pin` and `unpin`, and what other commands and engines make of it."""
+"""`kvtier pin`, and what other commands and engines make of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.cli import app
 from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.testing.subject import make_keys, payload
 from kvtier.types import BlockKey, Namespace, Presence
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys
 
 FACTS = {
     "model": "./model",
@@ -32,7 +32,7 @@ STACK = """\
 version: 1
 name: pins
 mover: {{mode: threads}}
-prefetch: {{restart: 0}}
+prefetch: {{warmup_share: 0}}
 retain: {{share: {share}}}
 tiers:
   - {{kind: cpu, path: "{folder}/host", capacity: 128KiB, eviction: lru}}
@@ -72,7 +72,7 @@ def flood(opened: Stack, start: int) -> None:
 
 
 def test_what_is_pinned_outlives_a_flood_until_it_is_unpinned(stack: Path, prompts: Path) -> None:
-    found = run("pin", prompts, "-c", stack)
+    found = run("pin", "--prompts", prompts, "-c", stack)
     assert found["tiers"] == [{"tier": "1 nvme", "pinned": len(KEYS), "refused": 0}]
     file = stack.parent / "blocks" / ENGINE.id / "pinned.bin"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -80,7 +80,7 @@ def test_what_is_pinned_outlives_a_flood_until_it_is_unpinned(stack: Path, promp
         flood(opened, 100)
         assert here(opened, STORED) == len(STORED)
         assert here(opened, make_keys(4)) == 0
-    assert run("unpin", prompts, "-c", stack) == {"unpinned": len(KEYS)}
+    assert run("pin", "--remove", "--prompts", prompts, "-c", stack) == {"removed": len(KEYS)}
     assert not file.exists()
     with Stack.open(stack, ENGINE, serving=True) as opened:
         flood(opened, 500)
@@ -90,12 +90,12 @@ def test_what_is_pinned_outlives_a_flood_until_it_is_unpinned(stack: Path, promp
 def test_a_running_engine_heeds_it(stack: Path, prompts: Path) -> None:
     with Stack.open(stack, ENGINE, serving=True) as opened:
         tier = opened.chain.tiers[1]
-        run("pin", prompts, "-c", stack)
-        tier._between_rounds()  # type: ignore[attr-defined]  # its keeper does that all the time
+        run("pin", "--prompts", prompts, "-c", stack)
+        tier.take_in_if_idle()  # type: ignore[attr-defined]  # its keeper does that all the time
         opened.chain.poll()
         assert list(tier.retained_for(PINNED)) == KEYS
-        command("unpin", "-c", stack)
-        tier._between_rounds()  # type: ignore[attr-defined]
+        command("pin", "--remove", "-c", stack)
+        tier.take_in_if_idle()  # type: ignore[attr-defined]
         opened.chain.poll()
         assert tier.stats().retained == 0
 
@@ -107,18 +107,18 @@ def test_a_full_disk_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("kvtier.core.retained.kept_file.write", full)
-    assert app.run(["pin", str(prompts), "-c", str(stack)]) == 1
+    assert app.run(["pin", "--prompts", str(prompts), "-c", str(stack)]) == 1
     where = stack.parent / "blocks" / ENGINE.id / "pinned.bin"
     assert f"kvtier: {where}: No space left on device; free some" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["prewarm", "restore", "import"])
+@pytest.mark.parametrize("how", ["prewarm", "copy"])
 def test_a_copy_evicts_last_what_its_engines_retain(
     stack: Path, prompts: Path, tmp_path: Path, how: str
 ) -> None:
     """The disk is full of newer blocks, and its engine is gone."""
-    run("pin", prompts, "-c", stack)
+    run("pin", "--prompts", prompts, "-c", stack)
     kept = make_keys(4)
     with Stack.open(stack, ENGINE, serving=True) as opened:
         opened.chain.retention.retain(kept, "agent 7", 600.0)
@@ -144,16 +144,11 @@ def test_a_copy_evicts_last_what_its_engines_retain(
 def _copy(how: str, source: Path, target: Path) -> None:
     """The blocks of the source's disk into the target's."""
     store = f"file://{source.parent}/store"
-    match how:
-        case "prewarm":
-            run("prewarm", "-c", target, "--from", source)
-        case "restore":
-            run("snapshot", "-c", source, "--to", store)
-            run("restore", "-c", target, "--from", store)
-        case _:
-            pack = source.parent / "blocks.kvpack"
-            run("export", pack, "-c", source, "--namespace", ENGINE.id)
-            run("import", pack, "-c", target)
+    if how == "prewarm":
+        run("prewarm", "-c", target, "--from", source)
+    else:
+        run("copy", source, store)
+        run("copy", store, target)
 
 
 def test_a_copy_into_host_memory_evicts_last_what_is_retained_there(
@@ -172,7 +167,7 @@ def test_a_copy_into_host_memory_evicts_last_what_is_retained_there(
 
 
 def test_other_commands_show_it(stack: Path, prompts: Path) -> None:
-    run("pin", prompts, "-c", stack)
+    run("pin", "--prompts", prompts, "-c", stack)
     with Stack.open(stack, ENGINE, serving=True) as opened:
         opened.chain.retention.retain(STORED[:2], "agent 7", 600.0)
     rows = run("ls", "-c", stack)["namespaces"]
@@ -183,44 +178,43 @@ def test_other_commands_show_it(stack: Path, prompts: Path) -> None:
     assert kept[STORED[0].hex()] == ["agent 7", PINNED]
     assert kept[STORED[3].hex()] == [PINNED]
     assert "retained" in command("ls", ENGINE.id, "-c", stack).out
-    shown = command("show", STORED[0].hex(), "-c", stack).said
+    shown = command("ls", STORED[0].hex(), "-c", stack).said
     assert "session agent 7, for 9" in shown
-    assert "pinned, until it is unpinned" in shown
-    assert run("show", STORED[3].hex(), "-c", stack)[-1]["retained"] == [
+    assert "pinned, until it is removed" in shown
+    assert run("ls", STORED[3].hex(), "-c", stack)["copies"][-1]["retained"] == [
         {"session": PINNED, "until": None}
     ]
-    assert "retained" in command("show", ENGINE.id, "-c", stack).out
-    runs = run("explain", prompts, "-c", stack)["answers"][0]["runs"]
+    runs = run("explain", "--prompts", prompts, "-c", stack)["answers"][0]["runs"]
     assert [(each["first"], each["last"], each["retained"]) for each in runs] == [
         (0, 3, True),
         (4, 5, False),
     ]
-    assert "(retained)" in command("explain", prompts, "-c", stack).out
+    assert "(retained)" in command("explain", "--prompts", prompts, "-c", stack).out
 
 
 def test_there_is_no_place_for_more(stack: Path, prompts: Path) -> None:
     stack.write_text(STACK.format(folder=stack.parent, share=0.03))
-    done = command("pin", prompts, "-c", stack, "--tier", "nvme", "--for", "1h")
+    done = command("pin", "--prompts", prompts, "-c", stack, "--tier", "nvme", "--for", "1h")
     assert done.code == 1
     assert "3 blocks of these prompts are pinned" in done.said
     assert "no place for 3 more" in done.said
 
 
 def test_media_that_do_not_remember_say_so(stack: Path, prompts: Path) -> None:
-    done = command("pin", prompts, "-c", stack, "--tier", "cpu")
+    done = command("pin", "--prompts", prompts, "-c", stack, "--tier", "cpu")
     assert done.code == 1
     assert "no tier of this stack remembers what is pinned" in done.said
 
 
 def test_lists_that_are_damaged_hide_nothing(stack: Path, prompts: Path) -> None:
-    run("pin", prompts, "-c", stack)
+    run("pin", "--prompts", prompts, "-c", stack)
     home = stack.parent / "blocks" / ENGINE.id
     (home / "pinned.bin").write_bytes(b"rubbish")
     done = command("ls", "-c", stack)
     assert done.code == 1
     assert "does not say what is retained" in done.said
     assert "nvme" in done.out
-    assert "remove it" in command("pin", prompts, "-c", stack, "--tier", "nvme").said
+    assert "remove it" in command("pin", "--prompts", prompts, "-c", stack, "--tier", "nvme").said
     with Stack.open(stack, ENGINE, serving=True) as opened:
         assert here(opened, STORED) == len(STORED)
     assert command("clear", "-c", stack, "--yes").code == 0

@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+from kvtier.backends.cpu.inspection import garbage as cpu_garbage
+from kvtier.backends.nvme.inspection import garbage as nvme_garbage
+from kvtier.backends.nvme.inspection import inspector as nvme_inspector
 from support.processes.cli_world import KVTIER, Hold, command, one, run, served, stack_text
 from support.tiers.nvme_rig import Engine
 
 from kvtier import Stack
-from kvtier.backends.cpu.inspection import garbage as cpu_garbage
-from kvtier.cli.commands.contents import gc
-from kvtier.cli.inspection.inspectors import look
+from kvtier.cli import clear as gc
+from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.inspect import measuring
 from kvtier.inspect.measuring import BENCH_MARK
@@ -260,12 +262,12 @@ class TestAnotherWasQuicker:
         config = load(filled)
         places = look(config)
         root = tmp_path / "disk" / "blocks"
-        (region,) = gc.find(places[:1], 0.0)
+        (region,) = gc.find_garbage(places[:1], 0.0)
         shutil.rmtree(root / NAMESPACE.id)
         one(tmp_path, "*.region").unlink()
         assert remove_home(root, root / NAMESPACE.id)
         assert region.remove()
-        assert [each.what for each in gc.find(places, 0.0)] == ["lock without its region"]
+        assert [each.what for each in gc.find_garbage(places, 0.0)] == ["lock without its region"]
 
     def test_a_region_is_gone_when_it_is_to_be_removed(self, filled: Path, tmp_path: Path) -> None:
         config = load(filled)
@@ -290,7 +292,7 @@ class TestAnotherWasQuicker:
         monkeypatch.setattr(
             nvme_garbage, "unfinished", lambda home: shutil.rmtree(home) or seen(home)
         )
-        found = gc.find([nvme], 0.0)
+        found = gc.find_garbage([nvme], 0.0)
         assert all(each.remove() for each in found)
         assert not home.exists()
 
@@ -305,7 +307,7 @@ class TestAnotherWasQuicker:
         bench.mkdir()
         lives = measuring._lives
         monkeypatch.setattr(measuring, "_lives", lambda path: bench.rmdir() or lives(path))
-        assert list(gc.find(places, None)) == []
+        assert list(gc.find_garbage(places, None)) == []
 
     def test_it_goes_while_it_is_looked_at(
         self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,11 +45,12 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
         + f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/object/in"}}\n'
     )
     fill(stack)
+    assert command("snapshot", "-c", stack, "--to", f"file://{tmp_path}/out").code == 0
     closed = area.split()[1]
     trouble = f"kvtier: {tmp_path / closed / 'in'}: Permission denied"
     (tmp_path / closed).chmod(0)
     try:
-        looks = ("ls", "du", "verify", f"export {tmp_path}/out.kvpack")
+        looks = ("ls", "du", "verify")
         for words in (*looks, "verify --repair", "gc", "gc --idle 30d", "clear --yes"):
             done = command(*words.split(), "-c", stack, rights=False)
             assert (done.code, done.err[: len(trouble)]) == (1, trouble)
@@ -63,7 +64,7 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
     finally:
         (tmp_path / closed).chmod(0o700)
     assert command("clear", "-c", stack, "--yes").code == 0
-    assert command("import", tmp_path / "out.kvpack", "-c", stack).code == 0
+    assert command("copy", f"file://{tmp_path}/out", stack).code == 0
     assert served(stack) == BLOCKS
 
 
@@ -89,7 +90,7 @@ def test_who_only_looks_needs_no_room(capacity: str, tmp_path: Path) -> None:
     stack.write_text(STACK.format(host=tmp_path / "host", blocks=tmp_path / "blocks"))
     fill(stack)
     stack.write_text(stack.read_text().replace(capacity, "1000TiB"))
-    for words in ("ls", "du", "verify", f"export {tmp_path}/out.kvpack"):
+    for words in ("ls", "du", "verify", f"snapshot --to file://{tmp_path}/out"):
         assert command(*words.split(), "-c", stack).code == 0
     assert (command("config", "check", stack).code, command("doctor", "-c", stack).code) == (2, 1)
 
@@ -139,10 +140,10 @@ def test_a_closed_manifest_is_told_of(stored: Path, tmp_path: Path, fresh: Path)
     closed = list((tmp_path / "store" / OTHER.id / "manifest").iterdir())
     for path in closed:
         path.chmod(0)
-    words = ["--namespace", OTHER.id, "--into", "nvme", "-c", fresh]
-    done = command("prewarm", *words, "--from", stored, rights=False)
+    words = ["--namespace", OTHER.id, "--into", "nvme"]
+    done = command("copy", stored, fresh, *words, rights=False)
     assert done.err.startswith(f"kvtier: {len(closed)} manifests may not be read")
-    done = command("restore", *words, "--from", stored, rights=False)
+    done = command("copy", stored, fresh, *words, "--tier", "object", rights=False)
     assert done.code == 0, done.err
     assert served(fresh, OTHER) == BLOCKS
     assert all(path.exists() for path in closed)
@@ -201,7 +202,7 @@ def test_a_model_that_nothing_describes_keeps_no_other_from_being_restored(
     text = tmp_path / "store" / description_name(OTHER.id)
     text.unlink() if lost else text.chmod(0)
     words = ["--namespace", NAMESPACE.id] if named else []
-    done = command("restore", "-c", fresh, "--from", stored, *words, rights=False)
+    done = command("copy", stored, fresh, "--tier", "object", *words, rights=False)
     assert done.code == 1
     assert OTHER.id[:12] in done.err
     assert served(fresh) == BLOCKS
@@ -211,7 +212,7 @@ def test_a_model_that_a_tier_does_not_take_keeps_no_other_away(
     stored: Path, tmp_path: Path, fresh: Path
 ) -> None:
     """Its folder is another user's."""
-    words = ["restore", "-c", fresh, "--from", f"file://{tmp_path}/store", "--json"]
+    words = ["copy", f"file://{tmp_path}/store", fresh, "--json"]
     for closed, other in ((OTHER, NAMESPACE), (NAMESPACE, OTHER)):  # be it the first or the last
         assert command(*words, "--namespace", closed.id).code == 0
         home = fresh.parent / "blocks" / closed.id

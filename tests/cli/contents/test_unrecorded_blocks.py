@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes.cli_world import command, served
+from support.processes.cli_world import served
 
 from kvtier.backends.object.inspection.manifest_audit import ManifestCopyAudit
 from kvtier.backends.object.manifests.journal import Journal
@@ -21,12 +21,9 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import app
 from kvtier.cli.console import Progress
-from kvtier.cli.copying.pace import Pace
-from kvtier.cli.copying.reader import ChoiceReader
-from kvtier.cli.copying.report import Copied
-from kvtier.cli.copying.selection import choose
-from kvtier.cli.copying.sink import open_sink, pieces_of
-from kvtier.cli.inspection.inspectors import inspector_of, look
+from kvtier.cli.inspect import inspector_of, look
+from kvtier.cli.selection import ChoiceReader, choose
+from kvtier.cli.sink import Copied, Pace, open_sink
 from kvtier.config import load
 from kvtier.inspect import Depth, Reporter
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -105,22 +102,6 @@ def test_nor_is_that_hidden_by_what_could_not_be_read(
     assert "run it again once the store is well" in said
 
 
-def test_so_with_what_comes_from_a_file(
-    filled: Path, fresh: Path, store: FileStore, run: Run, forgetful: Callable[[bool], None]
-) -> None:
-    file = fresh.with_name("blocks.kvpack")
-    assert command("export", file, "-c", filled).code == 0
-    fresh.write_text(
-        f"{fresh.read_text()}  - {{kind: object, url: {store.root.as_uri()}, capacity: 1GiB}}\n"
-    )
-    forgetful(True)
-    code, answer, _ = run("import", file, "-c", fresh, "--into", "object")
-    assert (code, answer["namespaces"][0]["untold"]) == (1, BLOCKS)
-    forgetful(False)
-    code, answer, _ = run("import", file, "-c", fresh, "--into", "object")
-    assert (code, answer["namespaces"][0]["already_there"]) == (0, BLOCKS)
-
-
 def test_what_the_store_tells_cannot_be_read(
     filled: Path, store: FileStore, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +131,7 @@ def test_a_restore_finds_what_nothing_tells_of(
     forgetful(True)
     assert run("snapshot", "-c", filled, "--to", url)[0] == 1
     assert len(recorded(store)) == known
-    code, answer, said = run("restore", "-c", fresh, "--from", url, "-n", NAMESPACE.id[:6])
+    code, answer, said = run("copy", url, fresh, "-n", NAMESPACE.id[:6])
     (report,) = answer["namespaces"]
     assert (code, report["asked"], report["copied"]) == (0, BLOCKS, BLOCKS)
     assert f"{BLOCKS - known} blocks of the namespace {NAMESPACE.id[:12]} are in" in said
@@ -170,7 +151,7 @@ def test_what_was_removed_is_not_found_again(
         manifest.unlink()
     keys = make_keys(2)
     Journal(store, NAMESPACE).append(pack_entries(REMOVED, keys, [0, 0], [0, 0], times_us))
-    code, answer, said = run("restore", "-c", fresh, "--from", url)
+    code, answer, said = run("copy", url, fresh)
     assert (code, answer["namespaces"][0]["copied"]) == (0, BLOCKS - 1)
     assert f"{BLOCKS - 1} blocks of the namespace" in said
 
@@ -188,10 +169,10 @@ def test_nothing_is_listed_where_what_is_told_of_fills_the_room(
         return find(store, prefix, **more)
 
     monkeypatch.setattr(FileStore, "list", reporter)
-    code, answer, _ = run("restore", "-c", fresh, "--from", url, "--size", "40KiB")
+    code, answer, _ = run("copy", url, fresh, "--size", "40KiB")
     assert (code, answer["namespaces"][0]["copied"]) == (0, 3)
     assert f"{NAMESPACE.id}/blocks/" not in listed
-    assert run("restore", "-c", fresh, "--from", url)[0] == 0
+    assert run("copy", url, fresh)[0] == 0
     assert f"{NAMESPACE.id}/blocks/" in listed
 
 
@@ -238,7 +219,7 @@ def test_who_is_told_to_end_waits_for_no_listing(
     def copy() -> None:
         reader = ChoiceReader(choice, NAMESPACE)
         with open_sink(inspector_of(target, 2).filling(), NAMESPACE, reader, Pace(None)) as sink:
-            sink.fill(pieces_of(choice, sink.piece), result, Progress("", 0, ""))
+            sink.fill(choice.pieces(sink.piece), result, Progress("", 0, ""))
             monkeypatch.setattr(FileStore, "list", endless)
             threading.Thread(target=sink._tier.refresh, daemon=True).start()
             assert listing.wait(60)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
-import xxhash
 from support.processes.cli_world import command, run
 
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
-from kvtier.cli.commands.contents.ls import layout_of
+from kvtier.cli.ls import layout_of
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
@@ -44,8 +41,7 @@ def test_by_namespace(used: Path) -> None:
     assert [(part["kind"], part["hits"]) for part in parts] == [("cpu", 4), ("nvme", 4)]
     assert all(part["used"] >= part["newest"] for part in parts)
     assert [each["namespaces"][0]["hits"] for each in run("du", "-c", used)] == [4, 4]
-    assert [part["hits"] for part in run("show", NAMESPACE.id, "-c", used)["tiers"]] == [4, 4]
-    for words in (["ls"], ["show", NAMESPACE.id]):
+    for words in (["ls"], ["ls", NAMESPACE.id]):
         shown = command(*words, "-c", used).out
         assert "hits" in shown
         assert "last hit" in shown
@@ -58,9 +54,9 @@ def test_by_block(used: Path) -> None:
     hits = {row["key"]: row["hits"] for row in rows}
     assert [hits[key.hex()] for key in KEYS] == [3, 1, 0, 0, 0, 0, 0, 0]
     assert {row["used"] is None for row in rows if not row["hits"]} == {True}
-    (cpu, nvme) = run("show", KEYS[0].hex(), "-c", used)
+    (cpu, nvme) = run("ls", KEYS[0].hex(), "-c", used)["copies"]
     assert (cpu["hits"], nvme["hits"]) == (3, 3)
-    assert "hits       3" in command("show", KEYS[0].hex(), "-c", used).out
+    assert "hits       3" in command("ls", KEYS[0].hex(), "-c", used).out
 
 
 def with_store(stack_file: Path, folder: Path) -> Path:
@@ -92,7 +88,7 @@ def hits_in(stack: Path, tier: str) -> list[int]:
     "how",
     [
         "stack",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("file", "store", "store to store")),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("store", "store to store")),
     ],
 )
 @pytest.mark.parametrize(
@@ -104,15 +100,12 @@ def test_a_copy_takes_the_counts_along_once(
     with_store(fresh, tmp_path / "new store")
     if how == "stack":
         copy = ["prewarm", "--from", used]
-    elif how == "file":
-        run("export", tmp_path / "blocks.kvpack", "-c", used, "--tier", "nvme")
-        copy = ["import", tmp_path / "blocks.kvpack"]
     else:
         run("snapshot", "-c", used, "--to", f"file://{tmp_path}/store")
-        copy = ["restore", "--from", f"file://{tmp_path}/store"]
+        copy = ["prewarm", "--from", f"file://{tmp_path}/store"]
     if how == "store to store":
         run(*copy, "-c", fresh, "--into", "object")
-        copy = ["prewarm" if into != "object" else "restore"]
+        copy = ["prewarm"] if into != "object" else copy
     before = used_at(used)
     for copied in (0 if how == "store to store" and into == "object" else 8, 0):
         (report,) = run(*copy, "-c", fresh, "--into", into)["namespaces"]
@@ -126,56 +119,6 @@ def test_a_copy_takes_the_counts_along_once(
         stack.settle()
     if into != "object":
         assert hits_in(fresh, into) == [3, 2, 1, 0, 0, 0, 0, 0], "counted on from there"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "none",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("cut", "flipped", "more", "garbage")
-        ),
-    ],
-)
-def test_counts_in_a_file_are_statistics_only(
-    used: Path, fresh: Path, tmp_path: Path, damage: str
-) -> None:
-    """A file of an older kvtier has none; damaged ones say nothing, and the blocks come in."""
-    pack = tmp_path / "blocks.kvpack"
-    run("export", pack, "-c", used, "--tier", "nvme")
-    text = bytearray(pack.read_bytes())
-    at = text.rindex(b"KVTPUSE")
-    if damage == "none":
-        del text[at:]
-    elif damage == "cut":
-        del text[-20:]
-    elif damage == "flipped":
-        text[at + 20] ^= 1
-    elif damage == "more":
-        text[at + 8 : at + 16] = (1 << 60).to_bytes(8, "little")
-        text[-8:] = xxhash.xxh3_64_intdigest(bytes(text[at:-8])).to_bytes(8, "little")
-    else:
-        text[at:] = os.urandom(9 << 20)
-    pack.write_bytes(text)
-    assert run("import", pack, "-c", fresh)["namespaces"][0]["copied"] == 8
-    assert hits_in(fresh, "nvme") == [0] * 8
-
-
-@pytest.mark.slow
-def test_counts_that_cannot_be_are_cut_down(used: Path, fresh: Path, tmp_path: Path) -> None:
-    """A use in days to come would keep a block for ever."""
-    pack = tmp_path / "blocks.kvpack"
-    run("export", pack, "-c", used, "--tier", "nvme")
-    text = bytearray(pack.read_bytes())
-    at = text.rindex(b"KVTPUSE") + 16
-    text[at + 4 : at + 12] = b"\xff" * 8
-    text[-8:] = xxhash.xxh3_64_intdigest(bytes(text[at - 16 : -8])).to_bytes(8, "little")
-    pack.write_bytes(text)
-    run("import", pack, "-c", fresh)
-    (part,) = run("ls", "-c", fresh, "--tier", "nvme")["namespaces"]
-    assert part["hits"] > 0xFFFFFFFF - 4
-    assert part["used"] <= time.time()
 
 
 @pytest.mark.parametrize("words", [["verify"], ["gc", "--dry-run"]])

@@ -22,9 +22,8 @@ from support.processes.cli_world import (
 )
 
 from kvtier import Stack
-from kvtier.cli import app
-from kvtier.cli.commands.contents import verify
-from kvtier.cli.inspection import parallel
+from kvtier.cli import app, verify
+from kvtier.cli import inspect as parallel
 from kvtier.config import load
 from kvtier.record.record import HEADER_BYTES, VERSION, record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -98,7 +97,7 @@ class TestVerify:
         (bad,) = run("verify", "-c", filled, "--tier", "nvme", code=1)["bad"]
         stray = slab.with_name("ffffffff.table")
         stray.write_bytes(b"nothing of ours")
-        done = command("show", bad["key"], "-c", filled)
+        done = command("ls", bad["key"], "-c", filled)
         assert (done.code, "bad" in done.out) == (1, True)
         assert str(stray) in done.err
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.processes.cli_world import command, every_kind, run, served
 from support.processes.clocks import Clock
@@ -19,12 +20,11 @@ from support.processes.clocks import Clock
 from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli.console import Progress
-from kvtier.cli.copying.pace import Pace
-from kvtier.cli.copying.reader import Reader
-from kvtier.cli.copying.report import Copied
-from kvtier.cli.copying.sink import Sink, open_sink
-from kvtier.cli.inspection.inspectors import inspector_of
+from kvtier.cli.inspect import inspector_of
+from kvtier.cli.selection import Choice, ChoiceReader
+from kvtier.cli.sink import Copied, Pace, Sink, open_sink
 from kvtier.config import load
+from kvtier.inspect.filling import ROW
 from kvtier.record.record import HEADER_BYTES, Buffer
 from kvtier.slab import layout
 from kvtier.testing.subject import GROUPED, NAMESPACE, fill, make_keys, payload
@@ -55,8 +55,7 @@ with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
 
 # The command line, but that it waits for room however long others take to make it.
 PATIENT = (
-    "from kvtier.cli import main; from kvtier.cli.copying import sink; sink._ROOM_S = 300.0; "
-    "main.main()"
+    "from kvtier.cli import main; from kvtier.cli import sink; sink._ROOM_S = 300.0; main.main()"
 )
 
 
@@ -255,15 +254,27 @@ class TestPrewarm:
         assert served(fresh) == BLOCKS
 
     def test_nothing_further_down(self, filled: Path) -> None:
-        assert "--from" in command("prewarm", "-c", filled).err
+        assert "no tier further down" in command("prewarm", "-c", filled).err
+
+
+class Made(ChoiceReader):
+    """Reads what a test makes up."""
+
+    concurrency = 4
+
+    def __init__(self) -> None:
+        super().__init__(Choice(NAMESPACE.id, np.zeros(0, ROW), []), NAMESPACE)
+
+    def used_again(self, row: int, key: BlockKey) -> bool:
+        return False
 
 
 def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though there is room for some of a piece only, and the first of it have failed by then."""
 
-    class Gone(Reader):
+    class Gone(Made):
         def read(
-            self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+            self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
         ) -> list[Outcome]:
             return [Outcome.IO_ERROR] * len(keys)
 
@@ -280,9 +291,9 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
 def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> None:
     """As where others share the tier, and need the room."""
 
-    class Good(Reader):
+    class Good(Made):
         def read(
-            self, numbers: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+            self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
         ) -> list[Outcome]:
             for key, record in zip(keys, into, strict=True):
                 fill(record, key)
@@ -335,12 +346,11 @@ class TestPace:
         count = 300
         keys = make_keys(count)
 
-        class Source(Reader):
-            concurrency = 4
+        class Source(Made):
             done = 0
             lock = threading.Lock()
 
-            def read(self, numbers: Any, keys: Any, into: Any) -> list[Outcome]:
+            def read(self, rows: Any, keys: Any, into: Any) -> list[Outcome]:
                 for key, record in zip(keys, into, strict=True):
                     fill(record, key)
                 with self.lock:
@@ -368,7 +378,7 @@ class TestSnapshots:
         assert report["copied"] == BLOCKS
         (report,) = run("snapshot", "-c", filled, "--to", store)["namespaces"]
         assert report["already_there"] == BLOCKS
-        (report,) = run("restore", "-c", fresh, "--from", store)["namespaces"]
+        (report,) = run("copy", store, fresh)["namespaces"]
         assert report["copied"] == BLOCKS
         assert served(fresh) == BLOCKS
 
@@ -386,7 +396,7 @@ class TestSnapshots:
         run("snapshot", "-c", filled, "--to", store)
         (description,) = (tmp_path / "snapshot").rglob("namespace.json")
         description.write_text("{}")
-        done = command("restore", "-c", fresh, "--from", store)
+        done = command("copy", store, fresh)
         assert (done.code, done.out) == (1, "")
         assert f"says what the namespace {NAMESPACE.id} means" in done.err
 
@@ -398,6 +408,6 @@ class TestSnapshots:
         )
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
-        done = command("restore", "-c", fresh)
+        done = command("copy", fresh, fresh, "--tier", "object")
         assert done.code == 1
         assert "see that the store is running" in done.err

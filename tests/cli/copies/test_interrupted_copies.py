@@ -13,7 +13,7 @@ import pytest
 from support.object import object_servers
 from support.processes.cli_world import KVTIER, STACK, Hold, command, run
 
-from kvtier.cli.inspection.inspectors import look
+from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.slab.layout import RESERVED
 from kvtier.testing.subject import NAMESPACE
@@ -29,7 +29,7 @@ HELD = """
 import sys, time
 from pathlib import Path
 from kvtier.cli import main
-from kvtier.cli.copying.pace import Pace
+from kvtier.cli.sink import Pace
 going_on, left = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 spend = Pace.spend
 def spend_or_wait(pace, size):

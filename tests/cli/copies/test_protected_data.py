@@ -23,12 +23,10 @@ from kvtier.backends.object.inspection import proofs
 from kvtier.backends.object.inspection.temporary_objects import left_behind, new_probe, remove_left
 from kvtier.backends.object.object_names import description_name, uses_prefix
 from kvtier.backends.object.settings import open_for
-from kvtier.cli import app
-from kvtier.cli.commands.contents import gc
-from kvtier.cli.copying.targets import tier_to_fill
-from kvtier.cli.inspection.inspectors import look
+from kvtier.cli import clear as gc
+from kvtier.cli.inspect import look
 from kvtier.config import load
-from kvtier.errors import KVTierError, MediumInUse
+from kvtier.errors import MediumInUse
 from kvtier.inspect import Proof, Reporter
 from kvtier.inspect.measuring import BENCH_MARK
 from kvtier.record.record import Header
@@ -101,7 +99,7 @@ def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_pat
     assert places[0].contents.parts[0].newest is not None
     places[0].contents.parts[0].newest = 1.0
     places[0]._survey.served.clear()
-    idle = next(iter(gc.find(places, 3600.0)))
+    idle = next(iter(gc.find_garbage(places, 3600.0)))
     assert "nobody used" in idle.what
     assert not idle.remove()
     assert len(objects(stored)) == BLOCKS
@@ -128,7 +126,7 @@ def test_what_lies_behind_a_link_is_somebody_elses(stack_file: Path, tmp_path: P
     blocks.mkdir()
     (blocks / NAMESPACE.id).symlink_to(theirs.parent)
     config = load(stack_file)
-    assert list(gc.find(look(config, 1), 0.0)) == []
+    assert list(gc.find_garbage(look(config, 1), 0.0)) == []
 
 
 @pytest.mark.slow
@@ -173,7 +171,7 @@ def test_marks_behind_a_link_are_somebody_elses(stack_file: Path, tmp_path: Path
     home.mkdir(parents=True)
     (home / "owners").symlink_to(theirs)
     config = load(stack_file)
-    assert list(gc.find(look(config, 1), None)) == []
+    assert list(gc.find_garbage(look(config, 1), None)) == []
 
 
 def test_a_slab_in_the_folder_of_another_model_is_not_that_models(filled: Path) -> None:
@@ -226,8 +224,8 @@ def test_a_model_is_in_use_if_one_of_its_slabs_is(filled: Path) -> None:
 def test_no_tier_is_filled_that_keeps_nothing(filled: Path, into: str) -> None:
     text = filled.read_text() + "  - {kind: memory, capacity: 4MiB}\n"
     filled.write_text(text.replace("kind: cpu,", "kind: cpu, persistence: discard,"))
-    with pytest.raises(KVTierError, match="keeps nothing"):
-        tier_to_fill(load(filled), into)
+    done = command("prewarm", "-c", filled, "--into", into)
+    assert (done.code, "keeps nothing" in done.err) == (1, True)
 
 
 def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
@@ -281,7 +279,7 @@ def test_a_model_of_which_one_slab_was_used_is_not_idle(filled: Path) -> None:
     for young in tables:
         for table in tables:
             os.utime(table, None if table == young else (0, 0))
-        assert list(gc.find([nvme], 3600.0)) == []
+        assert list(gc.find_garbage([nvme], 3600.0)) == []
 
 
 def test_of_slabs_beyond_the_capacity_the_oldest_go_and_no_more_than_must(filled: Path) -> None:
@@ -291,9 +289,9 @@ def test_of_slabs_beyond_the_capacity_the_oldest_go_and_no_more_than_must(filled
     for age, slab in enumerate((*others, first, oldest)):
         os.utime(slab.table, (1e9 - age, 1e9 - age))
     nvme.contents.capacity = nvme.contents.used - oldest.size
-    assert [each.where for each in gc.find([nvme], None)] == [str(oldest.data)]
+    assert [each.where for each in gc.find_garbage([nvme], None)] == [str(oldest.data)]
     nvme.contents.capacity -= 1
-    found = [each.where for each in gc.find([nvme], None)]
+    found = [each.where for each in gc.find_garbage([nvme], None)]
     assert found == [str(oldest.data), str(first.data)]
 
 
@@ -310,7 +308,7 @@ def test_who_only_reads_has_no_say_in_how_much_others_keep_and_for_how_long(
     config = msgspec.structs.replace(found, tiers=(host, nvme, store))
     places = look(config)
     places[1].contents.capacity = places[1].contents.used - 1
-    goes = [each.what for each in gc.find(places, None)]
+    goes = [each.what for each in gc.find_garbage(places, None)]
     beyond = ["slab beyond the capacity, written longest ago", f"{BLOCKS} blocks that are too old"]
     expected = [] if write is WritePolicy.NEVER else beyond
     assert [each.partition(" or over")[0] for each in goes] == expected
@@ -376,7 +374,7 @@ def test_garbage_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) ->
     left.write_bytes(bytes(1 << 20))
     (nvme,) = look(config, 1)
     nvme.contents.capacity = nvme.contents.used - (2 << 20)
-    assert sorted(each.what for each in gc.find([nvme], None)) == [
+    assert sorted(each.what for each in gc.find_garbage([nvme], None)) == [
         "file that a dead process was making",
         "folder of a measurement that was killed",
     ]
@@ -402,36 +400,12 @@ def blocks_in(slab: Slab) -> int:
     return int((slab.entries()["state"] != 0).sum())
 
 
-def test_a_file_that_appears_while_it_is_exported_stays(
-    filled: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from kvtier.cli.commands.copies import export
-
-    file = tmp_path / "blocks.kvpack"
-    proved = export._proved
-
-    def meanwhile(*args: Any) -> Any:
-        file.write_text("another's")
-        return proved(*args)
-
-    monkeypatch.setattr(export, "_proved", meanwhile)
-    assert app.run(["export", str(file), "-c", str(filled)]) == 1
-    assert "--force" in capsys.readouterr().err
-    assert file.read_text() == "another's"
-    assert not list(tmp_path.glob("*.making"))
-    assert app.run(["export", str(file), "-c", str(filled), "--force"]) == 0
-    assert file.read_bytes().startswith(b"KVTPACK")
-
-
 @pytest.mark.slow
 def test_a_snapshot_of_which_all_is_gone_is_no_success(stored: Path, tmp_path: Path) -> None:
     """As where a rule of the bucket deletes what is old: what told of the blocks is still there."""
     for path in (tmp_path / "store").rglob("*-0"):
         path.unlink()
     assert command("clear", "-c", stored, "--tier", "nvme", "--yes").code == 0
-    done = command("restore", "-c", stored)
+    done = command("copy", stored, stored, "--tier", "object")
     assert done.code == 1
     assert "are gone" in done.err

@@ -52,7 +52,7 @@ def test_a_killed_server_leaves_nothing(tmp_path: Path) -> None:
 
 DEAF = """
 import contextlib, os, signal, sys
-from kvtier.cli.commands.setup.demo import _ending_in_order
+from kvtier.cli.demo import _ending_in_order
 
 class Finalizer:
     def __del__(self):

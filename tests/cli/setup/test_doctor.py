@@ -13,26 +13,24 @@ import msgspec
 import pytest
 from support.processes.cli_world import command
 
-from kvtier.backends.cpu import inspect as cpu_inspect
-from kvtier.backends.object.client import deletes
 from kvtier.backends.object.inspection import checks as check_store
+from kvtier.backends.object.stores import bucket_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.cli.inspection import machine_checks as checks
-from kvtier.cli.inspection.inspectors import inspector_of
-from kvtier.cli.inspection.machine_checks import check_gds, check_machine, check_order, check_rates
-from kvtier.config import Loads, RateSettings, StackConfig, load
+from kvtier.cli import doctor as checks
+from kvtier.cli.doctor import check_gds, check_machine, check_order, check_rates
+from kvtier.cli.inspect import inspector_of
+from kvtier.config import LoadPolicy, RateSettings, StackConfig, load
 from kvtier.config.loader import rate_owner
-from kvtier.cost.rates import KeptLink, KeptPrefill, Rates
+from kvtier.cost.rates import Rates, SavedLink, SavedPrefill
 from kvtier.cost.saved_rates import RatesFile
 from kvtier.inspect import Finding, Level
 from kvtier.system import memory as room
 from kvtier.system.disk import Disk, mounted
 from kvtier.system.numa import Topology
 from kvtier.testing.media import make_memory_folder
-from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.touch_points import source_check
-from kvtier.vllm.hooks.touch_points.table import TOUCH_POINTS
+from kvtier.vllm.hooks import source_check, versions
+from kvtier.vllm.hooks.touch_points import TOUCH_POINTS
 
 
 def run(stack_file: Path, *args: str, code: int = 0) -> Any:
@@ -77,7 +75,7 @@ def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> 
     }
     facts |= {"model_config": "0123456789abcdef" * 2, "quantization": "None,None"}
     owner, folder = rate_owner(config, facts), tmp_path / "rates"
-    rates = Rates({"nvme": KeptLink(0.0005, 0.5)}, KeptPrefill(0.025, 0.0, 8192))
+    rates = Rates({"nvme": SavedLink(0.0005, 0.5)}, SavedPrefill(0.025, 0.0, 8192))
     RatesFile(folder, owner).write(rates)
     RatesFile(folder, msgspec.structs.replace(owner, stack="another")).write(rates)
     config = msgspec.structs.replace(config, rates=RateSettings(path=str(folder)))
@@ -85,7 +83,7 @@ def test_what_engines_have_learned_is_told(stack_file: Path, tmp_path: Path) -> 
     assert (finding.area, finding.level) == ("rates", Level.OK)
     for part in ("a model bf16 on a card tensor_parallel 2", "40,000 tokens/s", "500 us"):
         assert part in finding.what
-    for other in ({"rates": RateSettings(keep=False)}, {"loads": Loads.ALWAYS}):
+    for other in ({"rates": RateSettings(keep=False)}, {"load_policy": LoadPolicy.ALWAYS}):
         assert not list(check_rates(msgspec.structs.replace(config, **other)))
 
 
@@ -323,10 +321,10 @@ def test_a_look_into_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.code == 1
     said = json.loads(done.out)
     assert (said["version"], said["tested"]) == ("0.94.0", False)
-    assert all(each["moved"] and each["without_it"] for each in said["touch_points"])
+    assert all(each["moved"] and each["why"] for each in said["touch_points"])
     done = command("doctor", "--vllm")
     assert done.code == 1
-    assert "vLLM 0.94.0 (never tested; tested are 0.31, 0.32 and 0.33)" in done.said
+    assert "vLLM 0.94.0 (never tested; tested are 0.32 and 0.33)" in done.said
     assert f"0 of {len(said['touch_points'])} touch-points are there" in done.said
 
 
@@ -344,7 +342,7 @@ def test_a_store_that_refuses_to_delete_several_at_once_is_found_out(
 
     class Refusing(FileStore):
         def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-            if len(names) > deletes._FEW:
+            if len(names) > bucket_store._FEW:
                 raise AccessDenied("no POST here")
             return super().delete(names, **more)
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 from support.processes.cli_world import command
 
-from kvtier.cli.measuring import trace_sweep as sweep
-from kvtier.cli.measuring.expectations import Link, expect, load_seconds
-from kvtier.config import load
-from kvtier.eviction.traces import read_trace
-from kvtier.observe.kv_shape import read_shape, shape_of
+from kvtier.cli.expectations import Link, load_seconds, shape_of
 
 CONFIG = {
     "model_type": "llama",
@@ -145,8 +139,6 @@ def test_what_is_not_counted_is_said(model: Path, stack_file: Path) -> None:
         (["--bandwidth=tape=1GB/s"], "is not one tier of"),
         (["--bandwidth=nvme=fast"], "like 200MB/s"),
         (["--scale=0,1"], "write numbers like"),
-        (["--svg=x.svg"], "--trace"),
-        (["--svg=none/x.svg", "--trace=none.jsonl"], "where you may write"),
         (["--prefill=inf"], "--prefill"),
         ([f"--prompt={'9' * 400}"], "--prompt"),
         (["--kv-dtype=float3"], "is not known"),
@@ -182,9 +174,8 @@ class TestTrace:
     def trace(self, tmp_path: Path) -> Path:
         return write_trace(tmp_path / "trace.jsonl", talks=20, requests=200)
 
-    def test_a_sweep(self, model: Path, stack_file: Path, trace: Path, tmp_path: Path) -> None:
-        plot = tmp_path / "plot.svg"
-        args = ["--trace", trace, "--prefill=1000", "--scale=20,1", "--svg", plot]
+    def test_a_sweep(self, model: Path, stack_file: Path, trace: Path) -> None:
+        args = ["--trace", trace, "--prefill=1000", "--scale=20,1"]
         rows = run(model, "-c", stack_file, *GIVEN, *args)["trace"]
         assert [row["scale"] for row in rows] == [1.0, 20.0]
         small, whole = rows
@@ -194,51 +185,6 @@ class TestTrace:
         assert sum(tier["hit_percent"] for tier in whole["tiers"]) == pytest.approx(
             whole["hit_percent"]
         )
-        assert ElementTree.parse(plot).getroot().tag.endswith("svg")
-
-    @pytest.mark.slow
-    def test_a_long_trace_is_sampled(
-        self, model: Path, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        requests = read_trace(write_trace(tmp_path / "long.jsonl", talks=400, requests=4000))
-        stack = load(stack_file)
-        expectation = expect(stack, read_shape(model, "auto", 1), {}, None, 100.0, 8192)
-
-        def rows(exact: bool) -> list[sweep.Row]:
-            factors = [1.0, 200.0, 1000.0]
-            return sweep.run_sweep(stack, expectation, requests, 512, factors, exact)
-
-        monkeypatch.setattr(sweep, "_USES_MAX", 110_000)
-        monkeypatch.setattr(sweep, "_SAMPLE_MIN", 100)
-        (small, *others), (small_whole, *wholes) = rows(False), rows(True)
-        assert [row.share for row in (small, small_whole, *wholes)] == [1] * 4
-        assert small.sampled_hit_percent == pytest.approx(small_whole.hit_percent, rel=0.3)
-        assert small == structs.replace(small_whole, sampled_hit_percent=small.sampled_hit_percent)
-        for row, whole in zip(others, wholes, strict=True):
-            assert 0.1 < row.share < 0.9
-            assert (row.requests, row.references) == (whole.requests, whole.references)
-            assert row.hit_percent == pytest.approx(whole.hit_percent, rel=0.3)
-            assert row.saved_tokens == pytest.approx(whole.saved_tokens, rel=0.3)
-            for tier, whole_tier in zip(row.tiers, whole.tiers, strict=True):
-                assert tier.capacity == pytest.approx(whole_tier.capacity, rel=0.2)
-                assert tier.written_bytes == pytest.approx(whole_tier.written_bytes, rel=0.3)
-        assert "of a sample" not in sweep.plot(rows(True))
-        assert f"of a sample of {others[0].share:.0%}" in sweep.plot([small, *others])
-        assert sweep.said_of_sample(rows(True)) == ""
-        assert "all sizes but x1 are of a sample" in sweep.said_of_sample([small, *others])
-
-    def test_a_trace_that_is_shorter_than_any_sample_is_run_as_it_is(
-        self, model: Path, stack_file: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """In however many sizes: a sample of more than all there is would make larger tiers."""
-        stack, requests = load(stack_file), read_trace(trace)
-        expectation = expect(stack, read_shape(model, "auto", 1), {}, None, 100.0, 8192)
-
-        def rows(exact: bool) -> list[sweep.Row]:
-            return sweep.run_sweep(stack, expectation, requests, 512, [1.0, 2.0, 20.0], exact)
-
-        monkeypatch.setattr(sweep, "_USES_MAX", 5000)
-        assert rows(False) == rows(True)
 
     def test_a_tier_without_room_for_one_block_has_no_hits(
         self, model: Path, stack_file: Path, trace: Path

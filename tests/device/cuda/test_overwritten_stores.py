@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.device.direct_engine import Tensor
+from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
@@ -20,7 +21,6 @@ from kvtier.record.record import Buffer, record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
 from kvtier.vllm import worker as rank_worker
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.worker import Ended, RankWorker
 
 PAGE, CHUNKS = 2048, 4
@@ -41,7 +41,7 @@ class Setting:
         config = {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu]}
         self.stack = Stack.open(config, namespace)
         region = str(self.stack.host.region.path)  # type: ignore[attr-defined]
-        self.manager = ChainManager(self.stack, region=region, ranks=1)
+        self.manager = AddingManager(self.stack, region=region, ranks=1)
         self.keys: list[bytes] = list(make_keys(CHUNKS))
         self.worker = RankWorker(
             caches,

@@ -13,6 +13,7 @@ from support.device.fake_device import FakeDevice, FakeStage
 
 from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, JobResult, PageRef
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.queue import JobQueue
 from kvtier.interfaces.mover import TransferKind
 from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
@@ -97,6 +98,25 @@ def test_a_store_waits_for_what_the_engine_writes(stage: Stage) -> None:
     stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).ok
     assert set(stage.host.record(2)[4096 : 4096 + PAGE]) == {42}
+
+
+def test_what_leaves_the_device_after_the_engine_has_gone_on_is_not_stored(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that hangs has the engine wait for a while, and copies what it wrote after that."""
+    stored(stage)
+    stage.device.waiters.clear()
+    stage.device.freeze(*stage.device.lanes[False])
+    stage.submit(STORE, 1, 2, 1, 2)
+    while not stage.device.waiters:
+        pass  # the copier has not got there
+    with monkeypatch.context() as patch:
+        patch.setattr(JobQueue, "_WAIT_S", 0.0)
+        stage.copier.wait([1])
+    stage.page(2).fill(42)
+    assert stage.copier.poll() == []
+    stage.device.thaw(*stage.device.lanes[False])
+    assert stage.result(1).outcomes == [Outcome.DROPPED]
 
 
 def test_a_load_waits_for_what_the_engine_writes_there(stage: Stage) -> None:

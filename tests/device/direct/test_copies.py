@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,8 @@ FAULTS: list[tuple[str, Any, Outcome]] = [
     ("no_file", RuntimeError("cuFile: 5030"), Outcome.IO_ERROR),
     ("refuses", True, Outcome.IO_ERROR),
     ("fails", MemoryError("std::bad_alloc"), Outcome.IO_ERROR),
+    ("fails", struct.error("unpack requires a buffer of 16 bytes"), Outcome.IO_ERROR),
+    ("no_file", AssertionError("this cannot be"), Outcome.IO_ERROR),
     ("no_file", IndexError("invalid unordered_map key"), Outcome.IO_ERROR),
     ("short", 4096, Outcome.IO_ERROR),
     ("hangs", True, Outcome.TIMEOUT),

@@ -204,7 +204,7 @@ class Host(Slowed):
         """Sleep; answers with how many blocks were still copied after that had returned."""
         self._llm.sleep(level=level)
         before = self._copied
-        copies = self._connector_worker.worker._worker
+        copies = self._connector_worker.worker
         copies.wait(set(copies._numbers))
         return self._copied - before
 

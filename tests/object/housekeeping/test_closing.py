@@ -20,8 +20,8 @@ from kvtier.backends.object.manifests.journal import Journal
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.revocable import RevocableStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome
+from kvtier.backends.object.stores.wrapper import RevocableStore
 from kvtier.testing.subject import NAMESPACE, make_keys
 
 KEYS = make_keys(4)

@@ -168,7 +168,10 @@ class Meanwhile(FileStore):
         return self.inner.delete(names, **more)
 
 
-@pytest.fixture(params=["folder", pytest.param("rclone", marks=pytest.mark.s3), "moto"])
+SERVERS = [pytest.param(name, marks=pytest.mark.s3) for name in ("rclone", "moto", "azurite")]
+
+
+@pytest.fixture(params=["folder", *SERVERS])
 def subject(request: pytest.FixtureRequest) -> Subject:
     if request.param == "folder":
         return FOLDER

@@ -1,4 +1,4 @@
-"""What a folder adds to the contract: rights, links, crashes, a full disk."""
+"""What a folder adds to the contract: rights, crashes, a full disk, and a folder that vanishes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import resource
 import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.object.file_stores import get, put
 
 from kvtier.backends.object import writer_ids
-from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores import errors, file_store
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import PutOutcome, first_bytes
 from kvtier.system.disk import AnyPath, Disk
@@ -60,7 +62,7 @@ def test_what_cannot_be_deleted_keeps_nothing_else_there(store: FileStore) -> No
 def test_a_file_system_without_links(
     store: FileStore, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
-    def link(source: str, target: str) -> None:
+    def link(source: str, target: str, **_: object) -> None:
         raise OSError(refusal, os.strerror(refusal))
 
     monkeypatch.setattr(os, "link", link)
@@ -74,7 +76,7 @@ def test_a_file_system_without_links(
 def test_whatever_becomes_of_it_no_unfinished_file_or_empty_folder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, if_absent: bool, refusal: int | None
 ) -> None:
-    def refuse(source: AnyPath, target: AnyPath) -> None:
+    def refuse(source: AnyPath, target: AnyPath, **_: object) -> None:
         assert refusal is not None
         raise OSError(refusal, os.strerror(refusal))
 
@@ -149,18 +151,6 @@ def test_every_refusal_of_the_system_has_its_meaning(
     with pytest.raises(kind, match=os.strerror(number)) as caught:
         put(FileStore(tmp_path / "store", disk=Refusing()), "name")
     assert type(caught.value) is kind
-
-
-def test_links_out_of_the_folder_are_not_followed(store: FileStore, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.write_bytes(b"bytes")
-    (store.root / "link").symlink_to(outside)
-    (store.root / "folder").symlink_to(tmp_path)
-    assert get(store, "link") is None
-    assert store.head("link") is None
-    assert list(store.list()) == []
-    put(store, "link", b"ours")
-    assert outside.read_bytes() == b"bytes"
 
 
 def test_what_others_keep_there_is_neither_listed_nor_touched(store: FileStore) -> None:
@@ -264,9 +254,9 @@ def test_a_quota_that_is_told_of_at_the_end_leaves_nothing(tmp_path: Path) -> No
 def test_two_may_make_the_same_folder(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     mkdir = os.mkdir
 
-    def twice(path: str, mode: int) -> None:
-        mkdir(path, mode)
-        mkdir(path, mode)
+    def twice(path: str, mode: int, **at: int) -> None:
+        mkdir(path, mode, **at)
+        mkdir(path, mode, **at)
 
     monkeypatch.setattr(os, "mkdir", twice)
     assert put(store, "ab/cd/name") is PutOutcome.STORED
@@ -277,10 +267,10 @@ def test_two_may_sweep_at_once(store: FileStore, monkeypatch: pytest.MonkeyPatch
         (store.root / f".tmp-{number}").write_bytes(b"half")
     unlink = os.unlink
 
-    def beside_another(path: str) -> None:
+    def beside_another(path: str, **at: int) -> None:
         for each in store.root.iterdir():
             unlink(each)
-        unlink(path)
+        unlink(path, **at)
 
     monkeypatch.setattr(os, "unlink", beside_another)
     assert sum(store.sweep(older_than_s=-1)) == 0
@@ -320,3 +310,152 @@ def test_no_name_is_kept_for_ever(store: FileStore, monkeypatch: pytest.MonkeyPa
     assert not store.delete(["ab/cd/name", "ab/cd/other"])
     assert list(store.sweep(0.0))
     assert parts == []
+
+
+def test_a_folder_that_goes_away_is_said_so(store: FileStore) -> None:
+    store.root.rmdir()
+    with pytest.raises(errors.NoSuchBucket, match="create the folder"):
+        list(store.list())
+    with pytest.raises(errors.NoSuchBucket, match="create the folder"):
+        put(store, "ab/name")
+    assert not store.root.exists(), "what is mounted there may come back"
+
+
+def test_what_is_missing_while_the_folder_is_away_is_not_gone(store: FileStore) -> None:
+    put(store, "ab/name")
+    store.root.rename(store.root.with_name("away"))
+    with pytest.raises(errors.NoSuchBucket):
+        get(store, "ab/name")
+    with pytest.raises(errors.NoSuchBucket):
+        store.head("ab/name")
+    with pytest.raises(errors.NoSuchBucket):
+        store.delete(["ab/name"])
+    store.root.with_name("away").rename(store.root)
+    assert get(store, "ab/name") is not None
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_listing_amid_which_the_folder_goes_away_does_not_just_end(
+    tmp_path: Path, bare: bool
+) -> None:
+    """Whatever is not listed would be taken for gone, and deleted when the folder is back."""
+    root, mounted = tmp_path / "store", tmp_path / "mounted"
+    mounted.mkdir()
+    root.symlink_to(mounted)
+    store = FileStore(root)
+    for name in ("aa/name", "bb/name", "cc/name"):
+        put(store, name)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:  # on another device
+        listing = store.list()
+        assert next(listing).name == "aa/name"
+        root.unlink()
+        if bare:
+            root.symlink_to(other)
+        with pytest.raises(errors.NoSuchBucket):
+            list(listing)
+
+
+def test_the_bare_mount_point_of_a_folder_that_is_away_is_neither_read_nor_filled(
+    tmp_path: Path,
+) -> None:
+    """Nothing lies there, and what is written there fills the system's own disk."""
+    root = tmp_path / "store"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:  # on another device
+        root.symlink_to(other)
+        store = FileStore(root)
+        put(store, "ab/name")
+        root.unlink()
+        root.mkdir()
+        for ask in (
+            lambda: get(store, "ab/name"),
+            lambda: store.head("ab/name"),
+            lambda: list(store.list()),
+            lambda: store.delete(["ab/name"]),
+            lambda: put(store, "cd/name"),
+        ):
+            with pytest.raises(errors.NoSuchBucket, match="not mounted any more"):
+                ask()
+        assert not list(root.iterdir())
+        root.rmdir()
+        root.symlink_to(other)
+        assert get(store, "ab/name") is not None
+        put(store, "cd/name")
+        assert [info.name for info in store.list()] == ["ab/name", "cd/name"]
+
+
+def test_what_takes_the_place_of_what_vanishes_is_listed(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a/old")
+    listed = file_store._entries
+
+    def late(fd: int, folder: str) -> Iterator[Any]:
+        old = store.root / "a" / "old"
+        for found in listed(fd, folder):
+            if found is not None and found.name == "a/old":
+                old.rename(old.with_name("new"))
+                found = None
+            yield found
+
+    monkeypatch.setattr(file_store, "_entries", late)
+    assert [info.name for info in store.list()] == ["a/new"]
+
+
+def test_what_vanishes_in_every_look_hides_nothing_else(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the folder of claims, where hundreds of servers renew theirs, and each file that is
+    looked at takes a network's time."""
+    for number in range(20):
+        put(store, f"a/goes{number}")
+        put(store, f"a/stays{number}")
+    listed = file_store._entries
+
+    def beside_a_busy_server(fd: int, folder: str) -> Iterator[Any]:
+        for at, found in enumerate(listed(fd, folder)):
+            if folder == "a/" and at == 0:
+                left = (store.root / "a").glob("goes*")
+                next(one for one in left if one.name != found.name[2:]).unlink()
+            yield found
+
+    monkeypatch.setattr(file_store, "_entries", beside_a_busy_server)
+    names = [info.name for info in store.list() if "stays" in info.name]
+    assert len(names) == 20
+    assert 0 < len(list((store.root / "a").glob("goes*"))) < 20
+
+
+@pytest.mark.parametrize("times", [1, 7])
+def test_folders_that_vanish_while_they_are_made_are_made_again(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Somebody deletes the last object beside it, each time at the worst moment."""
+    left = times
+    mkdir = os.mkdir
+
+    def late(path: str, mode: int, **at: int) -> None:
+        nonlocal left
+        if path == "cd" and left:
+            left -= 1
+            (store.root / "ab").rmdir()
+        mkdir(path, mode, **at)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    assert put(store, "ab/cd/name") is PutOutcome.STORED
+    assert left == 0
+    assert get(store, "ab/cd/name") is not None
+
+
+def test_a_folder_that_never_stays_is_worth_another_try_and_no_fault_of_the_store(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(path: str, mode: int, **_: int) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "mkdir", never)
+    with pytest.raises(errors.Conflict) as caught:
+        put(store, "ab/name")
+    assert caught.value.retryable
+    assert not caught.value.unwell
+    store.root.rmdir()
+    with pytest.raises(errors.NoSuchBucket):
+        put(store, "ab/name")

@@ -1,4 +1,4 @@
-"""The store contract against a folder, a mock that can refuse and a real server that cannot."""
+"""The store contract against a folder, a mock, and real servers that can refuse and that cannot."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from support.object.object_servers import ServerProcess
 from support.object.store_contract import StoreContract
 
-from kvtier.backends.object.client.s3_settings import S3Settings
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.open_store import open_store
-from kvtier.backends.object.stores.s3_store import S3Store
 from kvtier.backends.object.stores.store import Store
 
 _numbers = itertools.count()
@@ -30,7 +30,9 @@ class TestMoto(StoreContract):
     @pytest.fixture
     def store(self, moto_server: ServerProcess) -> Iterator[Store]:
         prefix = f"some+where %41&/ä{next(_numbers)}"
-        store = S3Store(S3Settings(bucket="bucket", prefix=prefix, endpoint=moto_server.endpoint))
+        store = BucketStore(
+            BucketSettings(bucket="bucket", prefix=prefix, endpoint=moto_server.endpoint)
+        )
         yield store
         store.close()
 
@@ -42,7 +44,24 @@ class TestRclone(StoreContract):
     @pytest.fixture
     def store(self, rclone_server: ServerProcess) -> Iterator[Store]:
         prefix = f"p {next(_numbers)}+ä%41&"
-        store = S3Store(S3Settings(bucket="bucket", prefix=prefix, endpoint=rclone_server.endpoint))
+        store = BucketStore(
+            BucketSettings(bucket="bucket", prefix=prefix, endpoint=rclone_server.endpoint)
+        )
+        yield store
+        store.close()
+
+
+@pytest.mark.s3
+class TestAzurite(StoreContract):
+    @pytest.fixture
+    def store(self, azurite_server: ServerProcess) -> Iterator[Store]:
+        settings = BucketSettings(
+            cloud="az",
+            bucket="bucket",
+            prefix=f"some where/{next(_numbers)}",
+            endpoint=azurite_server.endpoint,
+        )
+        store = BucketStore(settings)
         yield store
         store.close()
 
@@ -54,6 +73,6 @@ class TestGuardedMoto(StoreContract):
     @pytest.fixture
     def store(self, moto_server: ServerProcess) -> Iterator[Store]:
         url = f"s3://bucket/guarded/{next(_numbers)}"
-        store = open_store(url, S3Settings(endpoint=moto_server.endpoint))
+        store = open_store(url, BucketSettings(endpoint=moto_server.endpoint))
         yield store
         store.close()

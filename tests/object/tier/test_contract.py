@@ -29,3 +29,13 @@ class TestRclone(TierContract):
     @pytest.fixture(autouse=True)
     def server(self, rclone_server: ServerProcess) -> None:
         type(self).subject = BucketSubject(rclone_server.endpoint)
+
+
+@pytest.mark.s3
+@pytest.mark.slow
+class TestAzurite(TierContract):
+    """Another cloud, by its own protocol: it checks signatures and refuses a second writer."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, azurite_server: ServerProcess) -> None:
+        type(self).subject = BucketSubject(azurite_server.endpoint)

@@ -142,6 +142,7 @@ def sizes(store: Store) -> dict[tuple[str, float], int]:
         "folder",
         pytest.param("rclone", marks=[pytest.mark.s3, pytest.mark.slow]),
         pytest.param("moto", marks=pytest.mark.slow),
+        pytest.param("azurite", marks=[pytest.mark.s3, pytest.mark.slow]),
     ]
 )
 def endpoint(request: pytest.FixtureRequest) -> str:

@@ -58,11 +58,13 @@ def test_another_machine_starts_warm_from_a_folder(tmp_path: Path, nvme: bool, m
 
 @pytest.mark.s3
 @pytest.mark.parametrize("mode", ["threads", "process"])
+@pytest.mark.parametrize(("cloud", "server"), [("s3", "rclone"), ("az", "azurite")])
 def test_another_machine_starts_warm_from_a_bucket(
-    tmp_path: Path, rclone_server: ServerProcess, mode: str
+    tmp_path: Path, request: pytest.FixtureRequest, cloud: str, server: str, mode: str
 ) -> None:
-    url = f"s3://bucket/stack-{mode}"
-    more = {"endpoint": rclone_server.endpoint, "codec": "split-zstd"}
+    process: ServerProcess = request.getfixturevalue(f"{server}_server")
+    url = f"{cloud}://bucket/stack-{mode}"
+    more = {"endpoint": process.endpoint, "codec": "split-zstd"}
     fill_here_and_read_there(
         stack_of(tmp_path / "here", url, mode=mode, nvme=True, **more),
         stack_of(tmp_path / "there", url, mode=mode, nvme=False, **more),

@@ -7,7 +7,7 @@ from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 
-MOTO, RCLONE = BucketSubject(""), BucketSubject("")
+MOTO, RCLONE, AZURITE = BucketSubject(""), BucketSubject(""), BucketSubject("")
 
 
 class TestFolderBriefly(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
@@ -33,3 +33,11 @@ class TestRclone(tier_machine(RCLONE).TestCase):  # type: ignore[misc]
     @pytest.fixture(autouse=True)
     def server(self, rclone_server: ServerProcess) -> None:
         RCLONE.endpoint = rclone_server.endpoint
+
+
+@pytest.mark.s3
+@pytest.mark.slow
+class TestAzurite(tier_machine(AZURITE).TestCase):  # type: ignore[misc]
+    @pytest.fixture(autouse=True)
+    def server(self, azurite_server: ServerProcess) -> None:
+        AZURITE.endpoint = azurite_server.endpoint

@@ -11,6 +11,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -83,6 +84,24 @@ class TestProcessMover(MoverContract):
         assert rig.outcomes(rig.load(range(8))) == [Outcome.OK] * 8
         stats = rig.mover.stats()
         assert (stats.restarts, stats.in_flight_blocks) == (1, 0)
+
+    def test_a_mistake_of_the_supervisor_ends_what_is_in_flight(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also one that starts no process for a while: nobody waits for a thread that is dead."""
+        rig.fill(NEAR, range(4))
+        rig.media[NEAR].hold([0])
+        load, killed = rig.load([0]), pid_of(rig.mover)
+        rig.media[NEAR].next_call()
+        with monkeypatch.context() as patch:
+            patch.setattr(process_connection.Link, "watch", mistaken)
+            assert rig.outcomes(load) == [Outcome.DROPPED]
+            assert not alive(killed)
+            until(lambda: rig.mover.lost)
+            assert rig.mover.down
+        rig.media[NEAR].release()
+        await_restart(rig.mover, killed)
+        assert rig.outcomes(rig.load(range(4))) == [Outcome.OK] * 4
 
     def test_a_result_sent_before_the_death_counts(self, rig: MoverRig) -> None:
         rig.fill(NEAR, range(4))
@@ -300,6 +319,34 @@ def test_a_process_that_ends_at_once_is_one_clear_error(
         ProcessMover(media.tiers, media.context)
 
 
+def test_whatever_is_raised_at_the_start_is_one_clear_error(
+    media: MoverRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_connection.Link, "start", mistaken)
+    before = open_files()
+    with pytest.raises(MoverError, match="cannot be started; the log says why"):
+        ProcessMover(media.tiers, media.context)
+    assert open_files() == before
+
+
+def test_nobody_waits_for_a_start_for_ever(
+    media: MoverRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system itself may hang: at a disk with Python's own files, say."""
+    for bound in ("START_GRACE_SECONDS", "END_SECONDS", "CLOSE_SECONDS", "CLOSED_END_SECONDS"):
+        monkeypatch.setattr(process, bound, 0.0)
+    go, spawn = threading.Event(), process_connection.Link._spawn
+    slow = staticmethod(lambda end: spawn(end) if go.wait(SOON) else None)
+    monkeypatch.setattr(process_connection.Link, "_spawn", slow)
+    threads = set(threading.enumerate())
+    with pytest.raises(MoverError, match=r"did not start within 0\.01 s"):
+        ProcessMover(media.tiers, media.context, start_seconds=0.01)
+    (supervisor,) = set(threading.enumerate()) - threads
+    go.set()
+    supervisor.join(SOON)
+    assert not supervisor.is_alive()
+
+
 def test_a_process_out_of_descriptors_is_one_clear_error(
     media: MoverRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +383,10 @@ def many_files() -> Iterator[None]:
 
 
 # ---- small words
+
+
+def mistaken(*_: object, **__: object) -> None:
+    raise struct.error("unpack requires a buffer of 4 bytes")
 
 
 def open_files() -> int:

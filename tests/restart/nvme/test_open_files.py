@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import resource
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,9 +84,11 @@ class Counting(Disk):
         return super().readv(fd, into, offset)
 
 
-def two_slabs(folder: Path) -> tuple[Counting, Engine, list[BlockKey], NvmeSpec]:
+def two_slabs(
+    folder: Path, disk: Counting | None = None
+) -> tuple[Counting, Engine, list[BlockKey], NvmeSpec]:
     """With eight blocks in them, which are about to be loaded."""
-    disk = Counting()
+    disk = disk or Counting()
     engine = Engine(folder / "kv", blocks=8, disk=disk)
     keys = make_keys(8)
     assert engine.put(keys) == keys
@@ -139,6 +143,45 @@ def test_a_slab_that_two_read_is_closed_when_the_last_is_done(
     load(0, lambda: load(0, lambda: load(7)))
     assert done == [7, 0, 0]
     assert len(disk.open_now) == 2, "only the other slab"
+    engine.tier.complete_load(keys)
+    engine.close()
+    assert not disk.open_now
+
+
+class Stuck(Counting):
+    """Opens one file only when a test lets it."""
+
+    stuck = Path()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.go_on = threading.Event(), threading.Event()
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        if path == self.stuck:
+            self.waits.set()
+            assert self.go_on.wait(60)
+        return super().open(path, create=create, direct=direct)
+
+
+def test_a_slab_that_takes_long_to_open_delays_no_other(tmp_path: Path) -> None:
+    disk = Stuck()
+    _, engine, keys, spec = two_slabs(tmp_path, disk)
+    engine.handler.close()
+
+    def load(at: int) -> list[Outcome]:
+        return engine.handler.load(spec.select(at, at + 1), [keys[at]], [blank()])
+
+    disk.stuck = engine.keeper.folder.table_path(spec.places[0] >> SLOT_BITS)
+    with ThreadPoolExecutor(3) as threads:
+        try:
+            both = [threads.submit(load, 0) for _ in range(2)]
+            assert disk.waits.wait(60)
+            assert threads.submit(load, 7).result(20) == [Outcome.OK]
+        finally:
+            disk.go_on.set()
+        assert [each.result(60) for each in both] == [[Outcome.OK]] * 2
+    assert len(disk.open_now) == 4, "what two have opened is open once"
     engine.tier.complete_load(keys)
     engine.close()
     assert not disk.open_now

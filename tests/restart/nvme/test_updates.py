@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from support.tiers.nvme_rig import Engine
 
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.slab import folder_tier as single_thread
-from kvtier.slab import folder_tier as tier_module
-from kvtier.slab.watch import SlabUpdate
+from kvtier.eviction import create_policy
 from kvtier.testing.subject import make_keys
-from kvtier.types import Presence
+from kvtier.types import BlockKey, Presence
 
 
 def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
@@ -41,6 +39,27 @@ def test_an_idle_engine_gives_slabs_away_too(
         idle.keeper.when_idle()
         poor.tier.refresh()
     assert poor.put(new) == new
+
+
+def test_what_a_class_between_overrides_is_run(tmp_path: Path) -> None:
+    noted = []
+
+    class Between(single_thread.SerializedTier):
+        def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+            noted.append("touch")
+            super().touch(keys, start)
+
+        def victims(self, count: int) -> list[BlockKey]:
+            noted.append("victims")
+            return super().victims(count)
+
+    class Noting(NvmeTier, Between):
+        """With one class more among its bases."""
+
+    tier = Noting(Engine(tmp_path / "kv").keeper, create_policy("lru"))
+    tier.touch(make_keys(1))
+    assert tier.victims(1) == []
+    assert noted == ["touch", "victims"]
 
 
 def test_a_tier_that_is_being_asked_is_left_alone(

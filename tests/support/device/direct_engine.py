@@ -21,11 +21,11 @@ from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Errand, Report
 from kvtier.vllm.worker import RankWorker
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
+from support.scheduler.asking import AddingManager
 
 RANKS, LAYERS, PAGE, BLOCKS = 2, 3, 2048, 256
 PART = LAYERS * PAGE
@@ -110,7 +110,7 @@ class Engine:
         config = {
             "version": 1,
             "name": name,
-            "loads": "always",
+            "load_policy": "always",
             "mover": {"mode": "threads"},
             "tiers": [
                 {"kind": "cpu", "path": str(folder), "capacity": (cpu_slots + 1) * (SLOT + 128)},
@@ -124,7 +124,7 @@ class Engine:
         }
         self.stack = Stack.open(config, NAMESPACE, costs=costs)
         region = str(self.stack.host.region.path)  # type: ignore[attr-defined]
-        self.manager = ChainManager(self.stack, region=region, ranks=RANKS, costs=costs)
+        self.manager = AddingManager(self.stack, region=region, ranks=RANKS, costs=costs)
         self.chain = self.stack.chain
         self.cpu, self.nvme = self.chain.tiers
         self.ranks = [Rank(rank, able=each) for rank, each in enumerate(able)]

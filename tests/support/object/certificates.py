@@ -13,7 +13,12 @@ from cryptography.x509.oid import NameOID
 
 
 def make_certificate(
-    path: Path, name: str = "kvtier tests", host: str = "127.0.0.1", day: int = 0
+    path: Path,
+    name: str = "kvtier tests",
+    host: str = "127.0.0.1",
+    day: int = 0,
+    *,
+    authority: bool = False,
 ) -> Path:
     """A key and a certificate for this host, valid today (or days later), trusted by nobody."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -31,7 +36,7 @@ def make_certificate(
             x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]),
             critical=False,
         )
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
     path.write_bytes(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import email.utils
+import hashlib
+import hmac
 import http.client
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -15,18 +20,24 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 import boto3
 
-from kvtier.backends.object.stores.s3_store import S3Store
+from kvtier.backends.object.stores.bucket_store import BucketStore
 
 ACCESS_KEY = "AKIDKVTIERTEST"
 SECRET_KEY = "secret-of-the-tests-0123456789"
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""The one account of azurite, which its documentation publishes."""
 START_SECONDS_MAX = 60.0
-Opener = Callable[..., S3Store]
+Opener = Callable[..., BucketStore]
 """Opens a store with these settings: see the fixture `opened`."""
 
 ENTRY = (
@@ -105,6 +116,14 @@ class ServerProcess:
         self.kill()
 
 
+class AzureProcess(ServerProcess):
+    """One whose endpoint names the account, too."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"{super().endpoint}/{AZURE_ACCOUNT}"
+
+
 def moto(folder: Path) -> ServerProcess:
     """The mock that knows conditional put; accepts every signature."""
     return ServerProcess(
@@ -143,6 +162,39 @@ def make_bucket(server: ServerProcess, bucket: str = "bucket") -> None:
     client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
     client.create_bucket(Bucket=bucket)
     client.close()
+
+
+def azurite_program() -> str | None:
+    """Microsoft's emulator of Azure's blobs, if it is installed: `npm install azurite`, beside the
+    project or on the path."""
+    beside = Path(__file__).parents[3] / "node_modules" / ".bin" / "azurite-blob"
+    return str(beside) if beside.exists() else shutil.which("azurite-blob")
+
+
+def azurite(folder: Path, program: str) -> ServerProcess:
+    """A real server process that checks signatures and refuses a second writer."""
+    options = ("--silent", "--skipApiVersionCheck", "--disableTelemetry", "--inMemoryPersistence")
+    return AzureProcess(
+        lambda port: [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), *options],
+        folder / "azurite.log",
+    )
+
+
+def make_container(server: ServerProcess, container: str = "bucket") -> None:
+    """obstore makes no containers; this is the one request that does."""
+    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    signed = (
+        f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:{version}\n"
+        f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{container}\nrestype:container"
+    )
+    digest = hmac.digest(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256)
+    said = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}"
+    request = urllib.request.Request(
+        f"{server.endpoint}/{container}?restype=container",
+        method="PUT",
+        headers={"x-ms-date": date, "x-ms-version": version, "Authorization": said},
+    )
+    urllib.request.urlopen(request).close()
 
 
 class Peer:
@@ -294,6 +346,8 @@ def pass_on(port: int, head: bytes, body: bytes) -> bytes:
 
 def answer(status: int, body: bytes = b"", **fields: str) -> bytes:
     """A whole HTTP answer; field names are given with underscores."""
+    if status == 200:
+        fields = {"etag": '"e"'} | fields
     extra = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
     return f"HTTP/1.1 {status} Said\r\ncontent-length: {len(body)}\r\n{extra}\r\n".encode() + body
 
@@ -315,7 +369,7 @@ def serve_body(peer: Peer, head: bytes) -> None:
     peer.sendall(answer(200, BODY))
 
 
-def get_body(store: S3Store) -> bytes:
+def get_body(store: BucketStore) -> bytes:
     """What a store gets from a server that does so."""
     into = bytearray(len(BODY))
     assert store.get("name", [memoryview(into)]) is not None

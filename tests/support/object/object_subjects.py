@@ -15,6 +15,7 @@ from kvtier.interfaces.backend import TierContext
 from kvtier.settings import ByteSize, Capacity, Duration, TierSettings
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import Subject
+from support.object.object_servers import AZURE_ACCOUNT
 
 
 class FolderSubject(Subject):
@@ -71,9 +72,10 @@ class BucketSubject(Subject):
         self._bucket = bucket
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
+        cloud = "az" if self.endpoint.endswith(AZURE_ACCOUNT) else "s3"
         prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
         return ObjectSettings(
-            url=f"s3://{self._bucket}/{prefix}",
+            url=f"{cloud}://{self._bucket}/{prefix}",
             endpoint=self.endpoint,
             capacity=Capacity(size=ByteSize(blocks * record_bytes)),
             codec="zstd",

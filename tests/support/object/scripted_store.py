@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.circuit_breaker import BreakerPolicy, BreakerStore, Circuit
-from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
+from kvtier.backends.object.stores.retry import Circuit, RetryingStore, RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome, Store
 from support.processes import clocks
 
@@ -65,7 +64,8 @@ class Clock(clocks.Clock):
 
 
 TRANSIENT = errors.Unavailable("rain")
-POLICY = RetryPolicy(attempts=4, base_s=0.1, cap_s=0.5)
+POLICY = RetryPolicy(attempts=4, base_s=0.1, cap_s=0.5, failures=1000)
+BREAKING = RetryPolicy(attempts=1, failures=3, open_s=1.0, open_max_s=3.0)
 
 
 def retrying(inner: Store, clock: Clock, total_s: float = 10.0) -> RetryingStore:
@@ -74,12 +74,12 @@ def retrying(inner: Store, clock: Clock, total_s: float = 10.0) -> RetryingStore
     )
 
 
-def breaking(inner: Store, clock: Clock) -> BreakerStore:
-    policy = BreakerPolicy(failures=3, open_s=1.0, open_max_s=3.0)
-    return BreakerStore(inner, policy, clock=clock, rng=random.Random(1))
+def breaking(inner: Store, clock: Clock, policy: RetryPolicy = BREAKING) -> RetryingStore:
+    """Opens the circuit after three failures, and retries nothing."""
+    return RetryingStore(inner, policy, 10.0, clock=clock, sleep=clock.sleep, rng=random.Random(1))
 
 
-def circuit_of(store: BreakerStore) -> Circuit:
+def circuit_of(store: RetryingStore) -> Circuit:
     return store.circuit
 
 
@@ -87,7 +87,7 @@ def get(store: Store, deadline: float | None = None) -> int | None:
     return store.get("name", [], deadline=deadline)
 
 
-def trip(store: BreakerStore) -> None:
+def trip(store: RetryingStore) -> None:
     """Fail as often as opens the circuit."""
     for _ in range(3):
         with pytest.raises(errors.Unavailable):

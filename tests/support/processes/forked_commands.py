@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 _ORDER_BYTES_MAX = 1 << 20
 _IMPORTED = (
     "kvtier.cli.app",
-    "kvtier.cli.starter_stack",
-    "kvtier.cli.inspection.inspectors",
-    "kvtier.backends.cpu.inspect",
-    "kvtier.backends.nvme.inspect",
+    "kvtier.cli.options",
+    "kvtier.cli.inspect",
+    "kvtier.backends.cpu.inspection.inspector",
+    "kvtier.slab.folder_inspect",
     "kvtier.backends.object.inspection.inspector",
 )
 _TYPERS_OWN = "typer._adapters"

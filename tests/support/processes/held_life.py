@@ -16,7 +16,7 @@ from unittest import mock
 import msgspec
 
 from kvtier import Stack
-from kvtier.chain.store import Cascade, Link
+from kvtier.chain.store import Cascade, StoreLink
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey
 
@@ -26,7 +26,12 @@ def live(config: dict[str, Any], held: int, count: int, used: int) -> None:
     write = Cascade._write
 
     def write_elsewhere(
-        cascade: Cascade, link: Link, keys: Sequence[BlockKey], now: float, *, old: bool = False
+        cascade: Cascade,
+        link: StoreLink,
+        keys: Sequence[BlockKey],
+        now: float,
+        *,
+        old: bool = False,
     ) -> None:
         if link.target != held:
             write(cascade, link, keys, now, old=old)

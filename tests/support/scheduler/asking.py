@@ -16,11 +16,31 @@ from kvtier.testing.subject import make_keys, payload
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, group_of
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
+from kvtier.vllm.requests import Phase, Requests, RequestState
 
 CHUNK = 256
 TWO_GROUPS = Namespace(facts={"model": "unit"}, group_bytes=(8192, 8192))
 SLOT = record_bytes(TWO_GROUPS.payload_bytes)
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
+
+
+class AddingRequests(Requests):
+    """Adds each request when a test first names it: vLLM adds it before it asks anything."""
+
+    def of(self, request: str) -> RequestState:
+        if self.get(request) is None:
+            self.add(request, RequestState(phase=Phase.COMPUTING))  # which counts for nobody
+        return super().of(request)
+
+    def asked(self, request: str, scarce: bool = True) -> None:
+        self.of(request)
+        super().asked(request, scarce)
+
+
+class AddingManager(ChainManager):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._requests.__class__ = AddingRequests
 
 
 class Asking:
@@ -40,7 +60,7 @@ class Asking:
 
     def hit(self, request: str, ends: Mapping[bytes, int], tokens: int, start: int = 0) -> int:
         """As vLLM's scheduler: full attention from its start, then windows from their end."""
-        self.manager.asks(request, start, tokens)
+        self.manager.begin_lookup(request, start, tokens)
         groups = self.manager.shapes
         windowed = any(shape.window for shape in groups.values())
         hit = tokens - windowed
@@ -58,7 +78,7 @@ class Asking:
 
     def answers(self, request: str, ends: Mapping[bytes, int], tokens: int) -> set[bool | None]:
         """What it is told of all keys."""
-        self.manager.asks(request, 0, tokens)
+        self.manager.begin_lookup(request, 0, tokens)
         return {self.manager.lookup(key, request, ends) for key in ends}
 
     def needed(self, ends: Mapping[bytes, int]) -> list[bytes]:
@@ -76,7 +96,7 @@ class Asking:
         tokens = max(ends.values()) + 1
         self.manager.on_new_request(request)
         hit = self.hit(request, ends, tokens)
-        self.manager.uses(request, ends)
+        self.manager.mark_used(request, ends)
         kept = [
             key
             for at in (hit, self.manager.junction(request), tokens - 1)
@@ -129,7 +149,7 @@ def manager(
     costs: CostModel | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Asking:
-    made = ChainManager(stack, region="region", ranks=1, costs=costs, clock=clock)
+    made = AddingManager(stack, region="region", ranks=1, costs=costs, clock=clock)
     made.shapes = dict(enumerate(shapes))
     return Asking(made)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvtier.eviction.traces import Request
+from kvtier.cli.trace_simulation import Request
 
 
 def keys(first: int, count: int) -> list[bytes]:

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, Run
-from kvtier.vllm.engine_load import Backlog, Pace
-from kvtier.vllm.requests import WaitingRequests
+from kvtier.cost.rates import DEVICE, LoadRun
+from kvtier.vllm.engine_load import EngineLoad
+from kvtier.vllm.requests import Requests
 from support.processes.clocks import Clock
 
 CHUNK = 256
@@ -100,9 +100,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.model = CostModel(clock=self.clock)
-        self.crowd = WaitingRequests()
-        self.pace = Pace(self.model, self.clock)
-        self.backlog = Backlog(self.model, self.pace)
+        self.requests = Requests()
+        self.engine_load = EngineLoad(self.requests, self.model, self.clock)
         self.waiting: deque[Request] = deque()
         self.ready: deque[Request] = deque()
         self.running: list[Request] = []
@@ -122,7 +121,7 @@ class Engine:
         ]
         for request in asked:
             self.waiting.append(request)
-            self.crowd.came(request.name)
+            self.requests.add(request.name)
         while self.waiting or self.ready or self.running or self.loads or self.steps:
             self.step()
         if not self.remembers:
@@ -152,7 +151,7 @@ class Engine:
         while budget and self.ready and len(self.running) < self.seats:
             request = self.ready.popleft()
             self.running.append(request)
-            self.backlog.admitted(request.name, request.done, request.prompt)
+            self.engine_load.admitted(request.name, request.done, request.prompt)
             budget -= self.compute(request, budget, work)
         while budget and self.waiting and not self.ready and len(self.running) < self.seats:
             request = self.waiting[0]
@@ -162,12 +161,12 @@ class Engine:
                 break
             self.allocate(request, size)
             self.waiting.popleft()
-            self.crowd.scheduled(request.name)
+            self.requests.scheduled(request.name)
             if blocks:
                 self.load(request, blocks)
             else:
                 request.done = request.start
-                self.backlog.admitted(request.name, request.done, request.prompt)
+                self.engine_load.admitted(request.name, request.done, request.prompt)
                 self.running.append(request)
                 budget -= self.compute(request, budget, work)
         return work
@@ -190,7 +189,7 @@ class Engine:
     def ask(self, request: Request) -> int:
         request.start = min(self.cached.get(request.user, 0), request.prompt - 1) // 16 * 16
         free = self.room - self.used
-        self.crowd.asked(request.name, free < 2 * request.prompt)
+        self.requests.asked(request.name, free < 2 * request.prompt)
         first = request.start // CHUNK
         blocks = min(request.hit, request.prompt - 1) // CHUNK - first
         if blocks <= 0:
@@ -223,12 +222,13 @@ class Engine:
     # -- the device ------------------------------------------------------------------------
 
     def launch(self, work: list[Work]) -> None:
-        self.crowd.stepped()
-        self.backlog.stepped({each.request.name: each.tokens for each in work})
+        each = {each.request.name: each.tokens for each in work}
         prompts = [each for each in work if each.tokens >= 32]
         tokens = sum(each.tokens for each in prompts)
         middles = sum(each.tokens * (each.context + each.tokens / 2) for each in prompts)
-        self.pace.began(tokens, int(middles / tokens - tokens / 2) if tokens else 0)
+        self.engine_load.stepped(each)
+        context = int(middles / tokens - tokens / 2) if tokens else 0
+        self.engine_load.pace.began(tokens, context)
         begins = max(self.clock.now, self.device_free)
         for load in self.loads:
             if load.ends == math.inf:
@@ -265,7 +265,7 @@ class Engine:
                 size = work.request.prompt + work.request.decodes
                 self.used -= size
                 self.cached[work.request.user] = work.request.prompt
-        self.pace.ended()
+        self.engine_load.pace.ended()
 
 
 def always(engine: Engine, request: Request, blocks: int) -> int:
@@ -278,10 +278,9 @@ def never(engine: Engine, request: Request, blocks: int) -> int:
 
 def model(engine: Engine, request: Request, blocks: int) -> int:
     """The cost model, told what vLLM's connector tells it."""
-    engine.model.observe_waiting(engine.crowd.behind)
-    engine.backlog.tell()
+    engine.engine_load.tell()
     first = request.start // CHUNK
-    return engine.model.admit([Run(DEVICE, blocks, blocks * CHUNK_BYTES)], CHUNK, first * CHUNK)
+    return engine.model.admit([LoadRun(DEVICE, blocks, blocks * CHUNK_BYTES)], CHUNK, first * CHUNK)
 
 
 def turns(users: int) -> list[list[tuple[int, int]]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.eviction.traces import Request
-from kvtier.observe.simulate import Simulation, TierPlan, Trace, simulate_all
+from kvtier.cli.trace_simulation import Request, Simulation, TierPlan, Trace, simulate_all
 
 
 def simulate(requests: Sequence[Request], plans: Sequence[TierPlan]) -> Simulation:

@@ -31,7 +31,7 @@ def test_a_share_of_the_machine_is_a_capacity() -> None:
 
 def test_settings_that_cannot_work_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        BACKEND.check(sized(SLOT, eviction="arc"), SLOT)
+        BACKEND.check(sized(SLOT, eviction="adaptive"), SLOT)
     assert caught.value.place == ".eviction"
     with pytest.raises(ConfigError) as caught:
         BACKEND.check(sized(0), None)

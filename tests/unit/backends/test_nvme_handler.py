@@ -7,18 +7,19 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.medium import NvmeSpec
+from kvtier.backends.nvme.medium import SLOT_MASK, NvmeSpec
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import Buffer
 from kvtier.settings import ByteSize, Capacity, Durability
 from kvtier.slab.files import DATA_SUFFIX, TABLE_SUFFIX
-from kvtier.slab.layout import SLOT_MASK, SlabHeader
+from kvtier.slab.layout import SLOT_MASK, TABLE_AT, SlabHeader
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, Namespace, Outcome
@@ -127,6 +128,40 @@ def test_a_large_block_may_take_longer_before_the_mover_is_held_to_hang(
     handler = NvmeHandler(tmp_path, namespace, threads=8, direct=False, power_safe=False)
     assert seconds <= handler.call_seconds < seconds + 1
     handler.close()
+
+
+class SlowErrors(LoggingDisk):
+    """Each read fails, after a second."""
+
+    now = 0.0
+
+    def readv(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
+        if len(into[0]) == TABLE_AT:  # the header of a slab that is opened
+            return super().readv(fd, into, offset)
+        self.calls.append(f"failed {len(into)}")
+        self.now += 1.0
+        raise OSError(errno.EIO, "bad sector")
+
+
+def test_blocks_of_a_bad_run_are_tried_for_as_long_as_a_call_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, keys = SlowErrors(), make_keys(8)
+    tier, handler = opened(tmp_path / "kv", disk)
+    taken = tier.prepare_store(keys)
+    assert set(handler.store(taken.spec, keys, [sealed(key) for key in keys])) == {Outcome.OK}
+    clock = SimpleNamespace(monotonic=lambda: disk.now)
+    monkeypatch.setattr("kvtier.backends.nvme.medium.time", clock)
+    outcomes = handler.load(taken.spec, keys, [blank() for _ in keys])
+    assert outcomes == [Outcome.IO_ERROR] * 2 + [Outcome.TIMEOUT] * 6
+    assert [call for call in disk.calls if "failed" in call] == ["failed 8"] + ["failed 1"] * 2
+    assert disk.now < handler.call_seconds, "a mover that takes longer is killed"
+    disk.now, handler.call_seconds = 0.0, 60.0
+    outcomes = handler.load(taken.spec, keys, [blank() for _ in keys])
+    assert outcomes == [Outcome.IO_ERROR] * 8, "there is time to find out which are bad"
+    tier.complete_store(keys)
+    handler.close()
+    tier.close()
 
 
 def test_power_safety_syncs_the_data_before_the_commit(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from support.tiers.chains import KEYS, REST, SLOT, ChainRig, Outliving, rule
 
 from kvtier.chain.plan import LinkPlan
-from kvtier.chain.store import LOOKED_AT, PATIENCE_S, PAUSE_S, STEP_BLOCKS, CatchUp, Link
+from kvtier.chain.store import LOOKED_AT, PAUSE_S, STEP_BLOCKS, WAIT_LIMIT_S, CatchUp, StoreLink
 from kvtier.settings import Admission, WritePolicy
 from kvtier.slab.recovery import Survivors
 from kvtier.testing.memory import MemoryStore
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome
 
-LATER = PATIENCE_S + 1
+LATER = WAIT_LIMIT_S + 1
 
 
 def restarted(slots: Sequence[int], count: int, **rules: object) -> ChainRig:
@@ -203,7 +203,7 @@ class Vast(Outliving):
 
 def test_second_touch_counts_the_store_of_the_dead_as_the_first() -> None:
     source, target = (Vast(MemoryStore(NAMESPACE, 8 * SLOT)) for _ in range(2))
-    link = Link(LinkPlan(0, 1, WritePolicy.THROUGH, Admission.SECOND_TOUCH), "disk", 64, 64)
+    link = StoreLink(LinkPlan(0, 1, WritePolicy.THROUGH, Admission.SECOND_TOUCH), "disk", 64, 64)
     catch_up = CatchUp(link, source, target, 1 << 20)
     for _ in range(4):
         assert catch_up.next(0.0, 64, down=False) == []

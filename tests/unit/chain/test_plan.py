@@ -24,7 +24,7 @@ from kvtier.chain.plan import (
     plan_room,
     plan_runs,
 )
-from kvtier.cost.rates import DEVICE, Run
+from kvtier.cost.rates import DEVICE, LoadRun
 from kvtier.settings import Admission, WritePolicy
 from kvtier.testing.memory import MemorySpec
 from kvtier.testing.subject import make_keys
@@ -133,9 +133,9 @@ def test_runs_are_the_unbroken_head_of_a_prefix() -> None:
 
 def test_runs_of_one_tier_are_one() -> None:
     assert plan_runs([1, 1, 2, 0], ["c", "n", "o"], [5] * 4) == [
-        Run("n", 2, 10),
-        Run("o", 1, 5),
-        Run(DEVICE, 1, 5),
+        LoadRun("n", 2, 10),
+        LoadRun("o", 1, 5),
+        LoadRun(DEVICE, 1, 5),
     ]
 
 

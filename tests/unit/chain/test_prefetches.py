@@ -16,7 +16,7 @@ from kvtier.settings import PrefetchSettings, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 
 SLOTS = 16
-HALF = PrefetchSettings(memory=0.5, restart=0.0)
+HALF = PrefetchSettings(memory=0.5, warmup_share=0.0)
 FAR = KEYS[40:]
 
 
@@ -296,7 +296,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing_and_spoils_little()
     assert rig.resident(0, FAR) == []
     assert rig.chain.prefetches.share.blocks < SLOTS // 2
     prefetches = rig.chain.prefetches
-    for held in (prefetches._wishes, prefetches._wanted, prefetches._unused, prefetches._moves):
+    for held in (prefetches._requests, prefetches._wanted, prefetches._unused, prefetches._moves):
         assert not held
     assert not prefetches._joined
     assert prefetches._bytes == [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.chain import stats
-from kvtier.chain.ledger import Move, Settled
+from kvtier.chain.ledger import Move, SettledMove
 from kvtier.chain.plan import COMING, JOINING, NOWHERE
 from kvtier.chain.stats import ChainCounters, PrefetchStats, Sample, name_links
 from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
@@ -30,7 +30,7 @@ def end_a_load(counts: ChainCounters, number: int, source: int) -> None:
     result = TransferResult(
         id=number, outcomes=[Outcome.OK], bytes_moved=1, seconds=float(number), busy_seconds=0.0
     )
-    counts.ended(Settled(Move(transfer), [], {}, {}, []), result)
+    counts.ended(SettledMove(Move(transfer), [], {}, {}, []), result)
 
 
 def test_a_tier_misses_what_it_was_asked_for_and_what_is_on_its_way_is_no_miss() -> None:

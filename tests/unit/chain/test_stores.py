@@ -209,19 +209,58 @@ def test_nothing_below_makes_room_for_a_mover_that_is_down() -> None:
     assert rig.resident(1, KEYS[:3]) == KEYS[:3]
 
 
+def under_way(rig: ChainRig) -> int:
+    return sum(len(transfer.keys) for transfer in rig.mover.queue)
+
+
 def test_one_step_starts_a_bounded_number_of_blocks() -> None:
-    count = 4 * STEP_BLOCKS
+    """Beside as many as have come since the last one."""
+    count = 8 * STEP_BLOCKS
     rig = ChainRig([count, count], [rule(), rule(queue_blocks=count)])
-    keys = make_keys(count)
-    rig.store(keys)
+    rig.mover.down = True
+    keys = rig.store(make_keys(count))
     rig.chain.poll()
-    assert sum(len(transfer.keys) for transfer in rig.mover.queue) == STEP_BLOCKS
+    rig.mover.down = False
+    for started in (1, 2, 3, 4, 4):
+        rig.chain.poll()
+        assert under_way(rig) == started * STEP_BLOCKS, "half of host memory stays without pins"
+    assert all(len(each.keys) == STEP_BLOCKS for each in rig.mover.queue), "they end one by one"
+    for _ in range(2):
+        rig.mover.run(rig.mover.queue[0])
     rig.chain.poll()
-    rig.chain.poll()
-    under_way = sum(len(transfer.keys) for transfer in rig.mover.queue)
-    assert under_way == count // 2, "and half of host memory stays free of their pins"
+    assert under_way(rig) == 4 * STEP_BLOCKS, "as much room as became free is filled again"
     rig.settle(20)
     assert rig.resident(1, keys) == keys
+
+
+@pytest.mark.parametrize(("write", "lower"), [(THROUGH, 1), (THROUGH, 2), (ON_EVICT, 1)])
+def test_no_store_is_dropped_beside_an_idle_disk(write: WritePolicy, lower: int) -> None:
+    """A step that computes 16k tokens in blocks of 128 brings 128 at once, and long before the next
+    one the disk has written them. At a fixed 64 a step 1600 of these 4096 are dropped as "full", or
+    1024 as "gone" before they are written ahead of eviction."""
+    steps, blocks, host = 32, 128, 2048
+    disks = [rule(write, queue_blocks=512), rule(queue_blocks=512)][:lower]
+    rig = ChainRig([host, *[4096] * lower], [rule(), *disks])
+    for step in range(steps):
+        rig.store(make_keys(blocks, start=step * blocks))
+        rig.chain.poll()
+        rig.mover.run_all()
+    rig.settle()
+    links = rig.chain.chain_stats().links
+    assert [link.drops for link in links] == [{}] * lower
+    evicted = steps * blocks - host
+    assert all(link.written >= (steps * blocks if write is THROUGH else evicted) for link in links)
+
+
+def test_a_disk_that_is_slower_than_the_engine_is_never_idle() -> None:
+    rig = ChainRig([1024, 4096], [rule(), rule(queue_blocks=512)])
+    for step in range(24):
+        rig.store(make_keys(128, start=step * 128))
+        rig.chain.poll()
+        assert 64 <= under_way(rig) <= 512
+        rig.mover.run(rig.mover.queue[0])
+    (link,) = rig.chain.chain_stats().links
+    assert link.written == 23 * 64
 
 
 def test_a_tier_that_fails_is_not_written_to_but_read() -> None:
@@ -298,7 +337,7 @@ def test_a_mover_that_is_not_there_leaves_an_idle_engine_alone() -> None:
     rig.settle(4)
     assert not rig.chain.has_pending_work
     (link,) = rig.chain.chain_stats().links
-    assert link.drops == {"refused": STEP_BLOCKS}
+    assert link.drops == {"refused": MANY // 8}, "once, what eviction takes next"
 
 
 def test_a_record_that_is_bad_at_its_source_is_offered_no_more() -> None:

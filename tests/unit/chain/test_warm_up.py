@@ -8,7 +8,7 @@ from kvtier.chain.prefetch import LONGEST_S
 from kvtier.settings import PrefetchSettings
 from kvtier.types import Outcome
 
-WARM = PrefetchSettings(restart=0.75)
+WARM = PrefetchSettings(warmup_share=0.75)
 
 
 def restarted(settings: PrefetchSettings = WARM) -> ChainRig:
@@ -32,7 +32,7 @@ def test_the_hottest_blocks_fill_a_part_of_host_memory() -> None:
 
 
 def test_it_can_be_turned_off() -> None:
-    rig = restarted(PrefetchSettings(restart=0.0))
+    rig = restarted(PrefetchSettings(warmup_share=0.0))
     rig.settle()
     assert rig.tiers[0].stats().blocks == 0
     assert not rig.chain.has_pending_work
@@ -51,7 +51,7 @@ def test_it_waits_while_a_load_or_a_prefetch_is_under_way() -> None:
 
 
 def test_a_load_that_lacks_room_gets_it() -> None:
-    rig = restarted(PrefetchSettings(restart=1.0))
+    rig = restarted(PrefetchSettings(warmup_share=1.0))
     rig.chain.poll()
     under_way = {each.id for each in rig.mover.queue}
     assert rig.chain.match_prefix(KEYS[20:36], 16) < 16

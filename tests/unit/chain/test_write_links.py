@@ -10,7 +10,7 @@ from support.tiers.chains import SLOT, ChainRig, rule
 
 from kvtier.chain.context import DOUBLINGS, KEYS_KEPT, Health
 from kvtier.chain.plan import LinkPlan
-from kvtier.chain.store import MISSED_KEPT, Link, Touches
+from kvtier.chain.store import MISSED_KEPT, StoreLink, Touches
 from kvtier.settings import Admission, WritePolicy
 from kvtier.testing.memory import MemoryStore, MemoryTier
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -53,7 +53,7 @@ def test_written_blocks_are_settled_a_few_at_a_time() -> None:
 
 
 def test_what_was_forgotten_while_it_waited_waits_again_when_it_comes_again() -> None:
-    link = Link(LinkPlan(0, 1, WritePolicy.THROUGH, Admission.ALWAYS), "disk", 8, 8)
+    link = StoreLink(LinkPlan(0, 1, WritePolicy.THROUGH, Admission.ALWAYS), "disk", 8, 8)
     link.committed(KEYS[:4], 0.0)
     link.forget(KEYS[1:3])
     link.committed(KEYS[1:2], 0.0)
@@ -70,8 +70,10 @@ def test_groups_of_one_hash_are_touched_apart() -> None:
     assert touches.note([one]) == [one]
 
 
-def open_link(write: WritePolicy = WritePolicy.THROUGH, queue: int = 4, window: int = 100) -> Link:
-    return Link(LinkPlan(0, 1, write, Admission.ALWAYS), "nvme", queue, window)
+def open_link(
+    write: WritePolicy = WritePolicy.THROUGH, queue: int = 4, window: int = 100
+) -> StoreLink:
+    return StoreLink(LinkPlan(0, 1, write, Admission.ALWAYS), "nvme", queue, window)
 
 
 def test_a_link_queues_each_key_once_and_in_order() -> None:
@@ -132,11 +134,11 @@ def test_a_link_that_waits_for_eviction_is_offered_nothing() -> None:
     link = open_link(WritePolicy.ON_EVICT)
     link.committed(KEYS, 0.0)
     assert link.backlog == 0
-    assert link.pressed
+    assert link.demotion_due
 
 
 def test_what_was_used_twice_is_admitted_by_such_a_link_and_waits_for_eviction_too() -> None:
-    link = Link(LinkPlan(0, 1, WritePolicy.ON_EVICT, Admission.SECOND_TOUCH), "nvme", 4, 100)
+    link = StoreLink(LinkPlan(0, 1, WritePolicy.ON_EVICT, Admission.SECOND_TOUCH), "nvme", 4, 100)
     link.committed(KEYS, 0.0)
     link.used(KEYS[:3])
     assert link.admitted(KEYS) == KEYS[:3]

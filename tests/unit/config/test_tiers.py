@@ -127,6 +127,41 @@ def test_what_the_file_says_and_what_the_machine_says_in_one_go(tmp_path: Path) 
     ]
 
 
+def test_a_tier_with_a_field_of_a_wrong_form_is_checked_like_any_other(tmp_path: Path) -> None:
+    cpu = {"huge_pages": "please", "eviction": "lru2", "path": "/no/such/folder"}
+    nvme = {"capacity": "1 parsec", "treads": 4, "eviction": "lru3", "path": "/no/such/folder"}
+    source = stack(tmp_path, cpu, nvme) | {"gds": "perhaps"}
+    store = {"kind": "object", "url": "ftp://x/y", "capacity": "1GiB", "threads": "two"}
+    source["tiers"].append(store | {"eviction": "lru4"})
+    with pytest.raises(ConfigErrors) as caught:
+        load(source)
+    assert sorted(error.place for error in caught.value.errors) == [
+        "$.gds",
+        "$.tiers[0].eviction",
+        "$.tiers[0].huge_pages",
+        "$.tiers[0].path",
+        "$.tiers[1].capacity",
+        "$.tiers[1].eviction",
+        "$.tiers[1].path",
+        "$.tiers[1].treads",
+        "$.tiers[2].eviction",
+        "$.tiers[2].threads",
+        "$.tiers[2].url",
+    ]
+
+
+def test_direct_reads_without_a_disk_are_found_beside_other_mistakes(tmp_path: Path) -> None:
+    source = stack(tmp_path, {"eviction": "lru2"}, {}) | {"gds": "require", "name": 7}
+    del source["tiers"][1]
+    with pytest.raises(ConfigErrors) as caught:
+        load(source)
+    assert sorted(error.place for error in caught.value.errors) == [
+        "$.gds",
+        "$.name",
+        "$.tiers[0].eviction",
+    ]
+
+
 def test_a_store_in_the_folder_of_a_tier(tmp_path: Path) -> None:
     """To clear one of them would take from the other what says whose blocks these are."""
     source = stack(tmp_path, {}, {})

@@ -14,7 +14,7 @@ import pytest
 from support.processes.clocks import Clock
 
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, Rates, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Rates
 
 CHUNK, CHUNK_BYTES = 256, 32 << 20
 TOKENS_A_SECOND = 40_000.0
@@ -57,7 +57,7 @@ class Engine:
         chunks = self.dice.choice((4, 8, 16, 32, 64, 128))
         near = self.dice.choice((0, 0, chunks // 4, chunks))
         far = self.dice.choice((0, chunks - near))
-        hit = [Run(DEVICE, near, near * CHUNK_BYTES), Run("nvme", far, far * CHUNK_BYTES)]
+        hit = [LoadRun(DEVICE, near, near * CHUNK_BYTES), LoadRun("nvme", far, far * CHUNK_BYTES)]
         taken = self.model.admit([run for run in hit if run.blocks], CHUNK)
         seconds = self.load(taken, max(0, taken - near)) if taken else 0.0
         for start, stop in steps(taken * CHUNK, chunks * CHUNK + 200):

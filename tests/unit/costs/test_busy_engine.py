@@ -16,9 +16,10 @@ from statistics import mean
 import pytest
 
 from kvtier.cost.model import CostModel, CostSettings
-from kvtier.cost.rates import Run
-from kvtier.vllm.engine_load import Backlog, Pace
-from kvtier.vllm.requests import LoadDeadlines, WaitingRequests
+from kvtier.cost.rates import LoadRun
+from kvtier.vllm.deferrals import LoadDeadlines
+from kvtier.vllm.engine_load import EngineLoad
+from kvtier.vllm.requests import Event, Requests
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
@@ -67,7 +68,7 @@ class Server:
     waiting: deque[Request] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        alone = CostSettings(crowd_max=1.0)
+        alone = CostSettings(waiting_requests_max=1.0)
         settings = None if self.policy in ("waiting", "all") else alone
         self.model = CostModel(settings, clock=lambda: self.now)
         self.model.observe_prefill(STEP_TOKENS, STEP_TOKENS / TOKENS_A_SECOND)
@@ -77,8 +78,8 @@ class Server:
             seconds = LATENCY + size / self.bandwidth
             self.now += seconds  # one after the other
             self.model.observe_load("far", size, seconds)
-        self.crowd = WaitingRequests()
-        self.backlog = Backlog(self.model, Pace(None, lambda: self.now))
+        self.requests = Requests()
+        self.engine_load = EngineLoad(self.requests, self.model, lambda: self.now)
         self.patience = LoadDeadlines(
             self.model if self.policy == "all" else None, lambda: self.now, DEADLINE
         )
@@ -97,13 +98,15 @@ class Server:
         while coming or self.waiting or self.running or self.loading or self.ready:
             while coming and start + coming[0].came <= self.now:
                 self.waiting.append(coming.popleft())
-                self.crowd.came(self.waiting[-1].name)
+                self.requests.add(self.waiting[-1].name)
             self.collect()
             work = self.schedule()
-            self.crowd.stepped()
+            self.requests.stepped()
             if work:
                 self.compute(work)
-            elif not self.crowd.anybody and (number := self.patience.give_up()) is not None:
+            elif (
+                not self.requests.anybody_waits and (number := self.patience.give_up()) is not None
+            ):
                 self.patience.ended(number)
                 self.ready.append(self.awaited.pop(number))
                 self.late += 1
@@ -137,7 +140,7 @@ class Server:
         def run(request: Request) -> None:
             nonlocal budget
             tokens = min(budget, request.left)
-            self.backlog.admitted(request.name, request.done, request.blocks * BLOCK_TOKENS)
+            self.engine_load.admitted(request.name, request.done, request.blocks * BLOCK_TOKENS)
             work.append((request, tokens))
             budget -= tokens
 
@@ -153,7 +156,7 @@ class Server:
                 break
             self.held += request.blocks
             self.waiting.popleft()
-            self.crowd.scheduled(request.name)
+            self.requests.scheduled(request.name)
             if taken:
                 self.load(request, taken)
             else:
@@ -162,14 +165,14 @@ class Server:
         return [each for each in work if each[1]]
 
     def ask(self, request: Request) -> int:
-        self.crowd.asked(request.name)
+        self.requests.asked(request.name)
         if self.policy in ("always", "never") or not request.hit:
             return request.hit if self.policy != "never" else 0
         if request.taken is None:
-            self.model.observe_waiting(self.crowd.behind)
+            self.model.observe_waiting(self.requests.behind)
             if self.tells:
-                self.backlog.tell()
-            run = Run("far", request.hit, request.hit * BLOCK_BYTES)
+                self.engine_load.tell()
+            run = LoadRun("far", request.hit, request.hit * BLOCK_BYTES)
             request.taken = self.model.admit([run], BLOCK_TOKENS)
         return request.taken
 
@@ -190,7 +193,7 @@ class Server:
         seconds = tokens / TOKENS_A_SECOND + STEP_SECONDS
         self.now += seconds
         self.model.observe_prefill(tokens, seconds)
-        self.backlog.stepped({request.name: each for request, each in work})
+        self.engine_load.stepped({request.name: each for request, each in work})
         for request, each in work:
             request.done += each
             if not request.left:
@@ -284,124 +287,124 @@ def test_an_engine_that_has_time_does_not_wait_for_loads_that_hang(
         assert waited["all"] <= 1.3 * min(waited.values())
 
 
-def came(names: str) -> WaitingRequests:
-    crowd = WaitingRequests()
+def came(names: str) -> Requests:
+    requests = Requests()
     for name in names:
-        crowd.came(name)
-    return crowd
+        requests.add(name)
+    return requests
 
 
 def test_only_those_that_a_whole_step_left_waiting_are_a_crowd() -> None:
-    crowd = came("abcde")
-    crowd.asked("a")
-    crowd.scheduled("a")
-    assert crowd.behind == 0, "the engine may have room for all of them"
-    crowd.stepped()
-    assert crowd.behind == 4
-    crowd.asked("b")
-    assert crowd.behind == 3
-    crowd.came("f")
-    crowd.came("g")
-    assert crowd.behind == 4, "these came later"
-    crowd.gone("c")
-    crowd.gone("d")
-    assert crowd.behind == 3
+    requests = came("abcde")
+    requests.asked("a")
+    requests.scheduled("a")
+    assert requests.behind == 0, "the engine may have room for all of them"
+    requests.stepped()
+    assert requests.behind == 4
+    requests.asked("b")
+    assert requests.behind == 3
+    requests.add("f")
+    requests.add("g")
+    assert requests.behind == 4, "these came later"
+    requests.remove("c")
+    requests.remove("d")
+    assert requests.behind == 3
 
 
 def test_an_engine_that_asks_again_is_short_of_blocks_and_loads_spare_nobody() -> None:
-    crowd = came("abcdefghijklm")
+    requests = came("abcdefghijklm")
     for _ in range(2):
-        crowd.asked("a")
-        crowd.stepped()
-    assert crowd.behind == 0
-    crowd.scheduled("a")
+        requests.asked("a")
+        requests.stepped()
+    assert requests.behind == 0
+    requests.scheduled("a")
     for name in "bcdefgh":
-        crowd.asked(name)
-        crowd.scheduled(name)
-        assert crowd.behind == 0, "it was a moment ago"
-    crowd.asked("i")
-    crowd.scheduled("i")
-    assert crowd.behind == 4
+        requests.asked(name)
+        requests.scheduled(name)
+        assert requests.behind == 0, "it was a moment ago"
+    requests.asked("i")
+    requests.scheduled("i")
+    assert requests.behind == 4
 
 
 def test_one_that_is_asked_about_again_where_blocks_are_plenty_is_no_sign_of_it() -> None:
     """A step had too few tokens left for it, or no room for its images."""
-    crowd = came("abcde")
+    requests = came("abcde")
     for _ in range(2):
-        crowd.asked("a", scarce=False)
-        crowd.stepped()
-        assert crowd.behind == 4
-    crowd.asked("a", scarce=True)
-    assert crowd.behind == 4, "nobody knows yet whether it is scheduled"
-    crowd.stepped()
-    crowd.asked("a", scarce=False)
-    assert crowd.behind == 0, "it was not, for want of blocks it seems"
-    crowd.stepped()
-    crowd.asked("a", scarce=False)
-    assert crowd.behind == 0
-    crowd.scheduled("a")
-    assert crowd.behind == 0, "a moment ago"
+        requests.asked("a", scarce=False)
+        requests.stepped()
+        assert requests.behind == 4
+    requests.asked("a", scarce=True)
+    assert requests.behind == 4, "nobody knows yet whether it is scheduled"
+    requests.stepped()
+    requests.asked("a", scarce=False)
+    assert requests.behind == 0, "it was not, for want of blocks it seems"
+    requests.stepped()
+    requests.asked("a", scarce=False)
+    assert requests.behind == 0
+    requests.scheduled("a")
+    assert requests.behind == 0, "a moment ago"
 
 
 def test_those_that_were_told_to_ask_again_are_no_sign_of_it() -> None:
-    crowd = came("abc")
-    crowd.asked("a")
-    crowd.stepped()
-    crowd.told_to_wait("a")
-    crowd.asked("a")
-    assert crowd.behind == 2
+    requests = came("abc")
+    requests.asked("a")
+    requests.stepped()
+    requests.on(Event.LACKS_ROOM, "a")
+    requests.asked("a")
+    assert requests.behind == 2
 
 
 def test_one_that_ends_while_the_engine_is_short_leaves_no_trace() -> None:
-    crowd = came("abc")
+    requests = came("abc")
     for _ in range(2):
-        crowd.asked("a")
-        crowd.stepped()
-    crowd.gone("a")
-    assert crowd.behind == 2
-    crowd.scheduled("a")
-    assert crowd.behind == 2
+        requests.asked("a")
+        requests.stepped()
+    requests.remove("a")
+    assert requests.behind == 2
+    requests.scheduled("a")
+    assert requests.behind == 2
 
 
 def test_one_that_waits_for_what_another_loads_is_no_sign_of_it() -> None:
-    crowd = came("abcdef")
-    crowd.asked("a")
-    crowd.scheduled("a")
+    requests = came("abcdef")
+    requests.asked("a")
+    requests.scheduled("a")
     for _ in range(3):
-        crowd.asked("b")
-        crowd.put_off("b")
-        crowd.stepped()
-        assert crowd.behind == 4, "it waits for the load, not for the engine"
-    crowd.asked("b")
-    crowd.scheduled("b")
-    crowd.asked("c")
-    assert crowd.behind == 3
+        requests.asked("b")
+        requests.on(Event.PUT_OFF, "b")
+        requests.stepped()
+        assert requests.behind == 4, "it waits for the load, not for the engine"
+    requests.asked("b")
+    requests.scheduled("b")
+    requests.asked("c")
+    assert requests.behind == 3
 
 
 def test_who_has_no_blocks_yet_waits_for_the_engine_too() -> None:
-    crowd = came("a")
-    assert crowd.anybody
-    crowd.asked("a")
-    assert crowd.anybody
-    crowd.told_to_wait("a")
-    assert crowd.anybody
-    crowd.asked("a")
-    crowd.scheduled("a")
-    assert not crowd.anybody
+    requests = came("a")
+    assert requests.anybody_waits
+    requests.asked("a")
+    assert requests.anybody_waits
+    requests.on(Event.LACKS_ROOM, "a")
+    assert requests.anybody_waits
+    requests.asked("a")
+    requests.scheduled("a")
+    assert not requests.anybody_waits
 
 
 def test_those_that_were_told_to_ask_again_wait_until_they_end() -> None:
-    crowd = came("abcd")
+    requests = came("abcd")
     for name in "ab":
-        crowd.asked(name)
-        crowd.told_to_wait(name)
-    crowd.stepped()
-    assert crowd.behind == 4, "those two, and the two behind them"
-    crowd.gone("a")
-    assert crowd.behind == 3
+        requests.asked(name)
+        requests.on(Event.LACKS_ROOM, name)
+    requests.stepped()
+    assert requests.behind == 4, "those two, and the two behind them"
+    requests.remove("a")
+    assert requests.behind == 3
     for name in "bcd":
-        crowd.gone(name)
-    assert crowd.behind == 0
+        requests.remove(name)
+    assert requests.behind == 0
 
 
 def test_what_the_crowd_is_worth() -> None:

@@ -25,7 +25,7 @@ from support.scheduler.scheduled_engine import (
 )
 
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 
 COMPUTED = 38_000.0 * TOKEN_BYTES
 """So many bytes a second take as long as computing them, at the head of a prompt."""
@@ -142,15 +142,15 @@ def test_no_block_in_cpu_memory_is_left_that_loads_three_times_as_fast(
         costs.started(DEVICE, number, blocks * CHUNK_BYTES)
     costs.observe_waiting(waiting)
     costs.observe_queue(*queue)
-    runs = [Run(DEVICE, held, held * CHUNK_BYTES)]
+    runs = [LoadRun(DEVICE, held, held * CHUNK_BYTES)]
     if below:
-        runs.append(Run("nvme", below, below * CHUNK_BYTES))
+        runs.append(LoadRun("nvme", below, below * CHUNK_BYTES))
     at = start * CHUNK
     if not offered:
         assert costs.admit(runs, CHUNK, at) >= held
         return
     offers = [
-        Offer(at + stop * CHUNK, [Run(DEVICE, stop, stop * CHUNK_BYTES)])
+        Offer(at + stop * CHUNK, [LoadRun(DEVICE, stop, stop * CHUNK_BYTES)])
         for stop in range(1, held + 1)
     ]
     if below:

@@ -14,25 +14,22 @@ from kvtier.chain.hits import (
     OFFERS_MAX,
     Decision,
     HitPlanner,
-    Room,
+    HitRoom,
     Shape,
     Span,
-    junction,
-    offers,
-    stops,
     thin,
 )
-from kvtier.chain.plan import COMING, JOINING, NOWHERE
+from kvtier.chain.plan import NOWHERE
 from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel, Prior
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 from kvtier.settings import WritePolicy
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
 CHUNK = 256
 FULL, WINDOW, STATE = Shape(CHUNK), Shape(CHUNK, 2), Shape(CHUNK, 1, recurrent=True)
-PLENTY = Room(1000, (), (), {})
+PLENTY = HitRoom(1000, (), (), {})
 MEDIA = ["cpu", "disk"]
 LAST = 8
 
@@ -41,110 +38,6 @@ def spans(*shapes: Shape, chunks: int = LAST, size: int = 1 << 20) -> list[Span]
     return [
         Span(shape, make_keys(chunks, start=100 * group), size)
         for group, shape in enumerate(shapes)
-    ]
-
-
-def reach(
-    of: Sequence[Span],
-    places: Sequence[Sequence[int]],
-    start: int = 0,
-    limit: int = 1 << 20,
-    room: Room = PLENTY,
-) -> list[int]:
-    return [stop // CHUNK for stop in stops(of, places, start, limit, room)[0]]
-
-
-def test_a_hit_ends_where_every_group_has_what_it_needs() -> None:
-    windows = [NOWHERE, 1, 1, NOWHERE, NOWHERE, 1, 1, 1]
-    assert reach(spans(FULL, WINDOW), [[1] * 8, windows]) == [3, 7, 8]
-    assert reach(spans(FULL, WINDOW), [[1] * 7 + [NOWHERE], windows]) == [3, 7]
-    assert reach(spans(FULL, STATE), [[1] * 8, [NOWHERE] * 5 + [0, NOWHERE, 0]]) == [6, 8]
-    assert reach(spans(WINDOW), [windows]) == [3, 7, 8]
-
-
-def test_what_is_on_its_way_counts_only_if_it_is_ours() -> None:
-    assert reach(spans(FULL), [[1, JOINING, COMING, 1, 1, 1, 1, 1]]) == [1, 2]
-
-
-def test_the_engine_holds_the_head_of_a_window_itself() -> None:
-    """Only what is after the start has to be there."""
-    places = [[NOWHERE] * 4 + [1] * 4] * 2
-    assert reach(spans(FULL, WINDOW), places, start=4 * CHUNK) == [5, 6, 7, 8]
-
-
-def test_no_further_than_the_limit() -> None:
-    there = [[1] * 8] * 2
-    assert reach(spans(FULL, WINDOW), there, limit=6 * CHUNK + 1)[-1] == 6
-    assert reach(spans(FULL, WINDOW), there, limit=8 * CHUNK)[-1] == 8
-    assert reach(spans(FULL, STATE), there, limit=8 * CHUNK)[-1] == 7, "a token is left to compute"
-    assert reach(spans(FULL, FULL, chunks=5), [[1] * 5] * 2)[-1] == 5
-
-
-def test_chunks_of_different_sizes_end_together() -> None:
-    fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
-    coarse = Span(FULL, make_keys(8, start=50), 10)
-    assert reach([fine, coarse], [[1] * 9 + [NOWHERE] * 7, [1] * 8]) == [1, 2, 3, 4]
-
-
-def test_prompts_part_where_only_those_without_a_window_go_on() -> None:
-    def part(of: list[Span], *places: list[int], start: int = 0, limit: int = 1 << 20) -> float:
-        return junction(of, places, start, limit) / CHUNK
-
-    five, none = [1, 0, 1, COMING, 1, *[NOWHERE] * 3], [NOWHERE] * 8
-    ends = [*[NOWHERE] * 6, 1, 1]
-    of = spans(FULL, WINDOW)
-    assert part(of, five, none) == part(of, five, ends) == 5
-    assert part(of, five, [*[NOWHERE] * 4, 1, *[NOWHERE] * 3]) == 5, "a part of the window"
-    assert part(of, five, [*[NOWHERE] * 3, 1, 1, *[NOWHERE] * 3]) == 0, "a hit ends there"
-    assert part(of, none, none) == part(of, none, ends) == 0
-    assert part(spans(FULL, STATE), five, none, limit=5 * CHUNK) == 4, "a token is left to compute"
-    assert part(spans(FULL, STATE), five, none, limit=4 * CHUNK + 1) == 4
-    assert part(of, none, none, start=3 * CHUNK) == 0
-    assert part(of, [*[NOWHERE] * 3, 1, *[NOWHERE] * 4], none, start=3 * CHUNK) == 4
-    assert part(spans(FULL, FULL), five, none) == part(spans(WINDOW), five) == 0, "all or none"
-    assert part(spans(FULL, FULL, STATE), five, [1] * 8, none) == 5
-    fine = Span(Shape(CHUNK // 2), make_keys(16), 10)
-    assert part([fine, spans(WINDOW)[0]], [1] * 9 + [NOWHERE] * 7, none) == 4
-
-
-@pytest.mark.parametrize("shapes", [(WINDOW,), (WINDOW, STATE), (FULL, FULL)])
-def test_prompts_part_nowhere_where_all_groups_are_kept_alike(shapes: tuple[Shape, ...]) -> None:
-    places = [[1] * 3 + [NOWHERE] * 5] * len(shapes)
-    assert junction(spans(*shapes), places, 0, LAST * CHUNK) == 0
-
-
-def test_room_is_asked_only_for_what_is_loaded() -> None:
-    of = spans(FULL, WINDOW)
-    there = [[1] * 8] * 2
-    assert reach(of, there, room=Room(7, (), (), {})) == [1, 2, 3, 4, 5], (
-        "five and two of the window"
-    )
-    assert reach(of, there, room=Room(7, (), {1}, {})) == list(range(1, 9)), "they need no slots"
-    assert reach(of, there, room=Room(5, set(of[0].keys[:2]), (), {})) == [1, 2, 3, 4, 5]
-    assert stops(of, there, 0, 1 << 20, Room(7, (), (), {}))[1]
-    assert not stops(of, there, 0, 1 << 20, PLENTY)[1]
-
-
-def test_no_more_is_asked_of_a_tier_than_the_mover_takes() -> None:
-    of = spans(FULL, WINDOW)
-    there = [[0] * 4 + [1] * 4, [1] * 8]
-    assert reach(of, there, room=Room(99, (), (), {1: 3})) == [1, 2, 3, 4, 5]
-    assert reach(of, there, room=Room(99, set(of[1].keys), (), {1: 3})) == list(range(1, 8))
-    assert reach(of, there, room=Room(99, (), {1}, {1: 0})) == list(range(1, 9))
-
-
-def test_nor_of_one_that_has_blocks_of_one_group_alone() -> None:
-    room = Room(1000, (), (), {1: 4, 2: 2})
-    places = [[1] * 8, [0] * 6 + [2] * 2]
-    assert reach(spans(FULL, FULL), places, room=room) == [1, 2, 3, 4]
-
-
-def test_an_offer_states_the_loads_of_all_groups_by_link() -> None:
-    places = [[0, 0, 1, 1], [NOWHERE, 1, 0, 1]]
-    made = offers(spans(FULL, WINDOW, chunks=4, size=10), places, MEDIA, 0, [2 * CHUNK, 4 * CHUNK])
-    assert [offer.stop for offer in made] == [2 * CHUNK, 4 * CHUNK]
-    assert [sorted(offer.loads) for offer in made[1:]] == [
-        [Run(DEVICE, 3, 30), Run("disk", 3, 30)],
     ]
 
 
@@ -303,7 +196,9 @@ def test_the_loss_against_one_who_knows_is_bounded() -> None:
 def test_no_offers_are_nothing() -> None:
     _, costs = appraiser(disk=1e9)
     assert costs.choose([], 0) == -1
-    assert CostModel().choose([Offer(CHUNK, [Run("disk", 1, 1)])], 0) == 0, "nothing is known yet"
+    assert CostModel().choose([Offer(CHUNK, [LoadRun("disk", 1, 1)])], 0) == 0, (
+        "nothing is known yet"
+    )
 
 
 # -- through a chain

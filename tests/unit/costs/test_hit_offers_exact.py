@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtier.chain.hits import (
     Decision,
     HitPlanner,
-    Room,
+    HitRoom,
     Shape,
     Span,
     asked,
@@ -104,7 +104,7 @@ def test_where_hits_may_end(
     case: Case, slots: int, promised: set[int], slotless: set[int], queues: dict[int, int]
 ) -> None:
     every = [key for span in case.spans for key in span.keys]
-    room = Room(slots, {every[at] for at in promised if at < len(every)}, slotless, queues)
+    room = HitRoom(slots, {every[at] for at in promised if at < len(every)}, slotless, queues)
     limit = case.limit - any(span.shape.recurrent for span in case.spans)
     found, cramped = [], False
     for stop in ends(case, case.start, limit):
@@ -152,7 +152,7 @@ def test_what_is_asked_for_and_where_the_answers_go(case: Case) -> None:
 @given(cases())
 def test_what_an_offer_loads(case: Case) -> None:
     """Of what is on its way into host memory, only the way from there."""
-    found, _ = stops(case.spans, case.columns, case.start, 40, Room(1000, (), (), {}))
+    found, _ = stops(case.spans, case.columns, case.start, 40, HitRoom(1000, (), (), {}))
     own = [[HOST if place == JOINING else place for place in column] for column in case.columns]
     for offer in offers(case.spans, own, NAMES, case.start, found.copy()):
         blocks, size = Counter[str](), Counter[str]()
@@ -246,7 +246,7 @@ def test_a_decision_holds_while_the_question_is_the_same(change: str) -> None:
     question: dict[str, Any] = {"start": 0, "limit": 24, "places": [1] * 6, "room": 4}
 
     def ask() -> int:
-        room = Room(question["room"], (), (), {})
+        room = HitRoom(question["room"], (), (), {})
         args = question["start"], question["limit"], room, decision
         return appraiser.furthest(spans, [question["places"]], *args) // STEP
 

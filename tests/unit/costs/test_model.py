@@ -11,7 +11,7 @@ import pytest
 from support.processes.clocks import Clock
 
 from kvtier.cost.model import CostModel, CostSettings, Prior
-from kvtier.cost.rates import DEVICE, Run
+from kvtier.cost.rates import DEVICE, LoadRun
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
@@ -48,7 +48,7 @@ class Engine:
 
     def request(self, link: str, blocks: int, think: float = 1.0) -> tuple[int, float]:
         """Serve a hit of `blocks` on one link; blocks loaded, and the request's seconds."""
-        taken = self.model.admit([Run(link, blocks, blocks * BLOCK_BYTES)], BLOCK_TOKENS)
+        taken = self.model.admit([LoadRun(link, blocks, blocks * BLOCK_BYTES)], BLOCK_TOKENS)
         seconds = 0.0
         if taken:
             size = taken * BLOCK_BYTES
@@ -83,7 +83,7 @@ def engine(latency: float, bandwidth: float, **more: float) -> Engine:
 def test_takes_everything_while_nothing_is_known_of_prefill() -> None:
     model = CostModel(clock=Clock())
     assert model.recompute_seconds(0, 100) is None
-    assert model.admit([Run("far", 7, 7 << 40)], BLOCK_TOKENS) == 7
+    assert model.admit([LoadRun("far", 7, 7 << 40)], BLOCK_TOKENS) == 7
     assert model.stats()["far"].taken == 7
     model.observe_prefill(0, 1.0)
     model.observe_prefill(9, 0.0)
@@ -121,7 +121,7 @@ def test_a_load_that_does_not_end_stops_others_before_it_is_measured() -> None:
     model, clock = slow.model, slow.clock
     for _ in range(5):
         slow.request("far", 64)
-    hit = [Run("far", 64, 64 * BLOCK_BYTES)]
+    hit = [LoadRun("far", 64, 64 * BLOCK_BYTES)]
     assert model.admit(hit, BLOCK_TOKENS) == 64
     model.started("far", 1000, 64 * BLOCK_BYTES)
     clock.now += 2.0
@@ -151,7 +151,7 @@ def test_a_load_nobody_ends_is_given_up() -> None:
     fast.request("far", 64)
     fast.model.started("far", 1000, 64 * BLOCK_BYTES)
     fast.clock.now += 1000.0
-    hit = [Run("far", 64, 64 * BLOCK_BYTES)]
+    hit = [LoadRun("far", 64, 64 * BLOCK_BYTES)]
     fast.model.admit(hit, BLOCK_TOKENS)
     assert fast.model.admit(hit, BLOCK_TOKENS) == 64
     before = fast.model.load_seconds("far", BLOCK_BYTES)
@@ -183,13 +183,13 @@ def test_one_slow_load_among_fast_ones_is_ignored() -> None:
 
 def test_queued_bytes_count_as_waiting() -> None:
     link = engine(0.001, 1e9)
-    link.model = CostModel(CostSettings(crowd_max=1.0), clock=link.clock)
+    link.model = CostModel(CostSettings(waiting_requests_max=1.0), clock=link.clock)
     link.model.observe_prefill(2048, 2048 / TOKENS_A_SECOND)
     for _ in range(5):
         link.request("far", 64)
     admitted = 0
     for token in range(50):
-        if not link.model.admit([Run("far", 64, 64 * BLOCK_BYTES)], BLOCK_TOKENS):
+        if not link.model.admit([LoadRun("far", 64, 64 * BLOCK_BYTES)], BLOCK_TOKENS):
             break
         admitted += 1
         link.model.started("far", 2000 + token, 64 * BLOCK_BYTES)
@@ -339,8 +339,8 @@ def _known(clock: Clock | None = None, **links: tuple[float, float]) -> CostMode
     return model
 
 
-def _run(link: str, blocks: int) -> Run:
-    return Run(link, blocks, blocks * BLOCK_BYTES)
+def _run(link: str, blocks: int) -> LoadRun:
+    return LoadRun(link, blocks, blocks * BLOCK_BYTES)
 
 
 def test_a_slow_tail_is_left_and_the_winning_head_taken() -> None:
@@ -376,8 +376,8 @@ def test_blocks_that_hide_behind_a_slower_stream_are_taken() -> None:
 def test_empty_hits_and_runs_are_nothing() -> None:
     model = _known(near=(0.001, 2e9))
     assert model.admit([], BLOCK_TOKENS) == 0
-    assert model.admit([Run("near", 0, 0)], BLOCK_TOKENS) == 0
-    assert model.admit([Run("near", 0, 0), _run("near", 5)], BLOCK_TOKENS) == 5
+    assert model.admit([LoadRun("near", 0, 0)], BLOCK_TOKENS) == 0
+    assert model.admit([LoadRun("near", 0, 0), _run("near", 5)], BLOCK_TOKENS) == 5
 
 
 def test_a_prior_speaks_for_a_link_that_was_never_used() -> None:

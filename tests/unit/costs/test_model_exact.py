@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from kvtier.cost.model import CostModel, Prior
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 
 PER_BLOCK = 128
 NAMES = ("disk", "bucket", "tape")
@@ -57,7 +57,7 @@ def test_leading_blocks(seed: int) -> None:
     runs = []
     for link in links:
         blocks = dice.randrange(1, 60)
-        runs.append(Run(link, blocks, blocks * dice.choice((1 << 20, 4 << 20))))
+        runs.append(LoadRun(link, blocks, blocks * dice.choice((1 << 20, 4 << 20))))
     total = sum(run.blocks for run in runs)
     stop = start + total * PER_BLOCK
     needed = [recompute(model, start, stop)]
@@ -92,7 +92,7 @@ def test_offers(seed: int) -> None:
         stop += PER_BLOCK * dice.randrange(1, 40)
         for name in dice.sample(sorted(held), dice.randrange(1, 3)):
             held[name] += dice.randrange(1, 30)
-        loads = [Run(name, blocks, blocks << 21) for name, blocks in held.items() if blocks]
+        loads = [LoadRun(name, blocks, blocks << 21) for name, blocks in held.items() if blocks]
         offers.append(Offer(stop, loads))
     limits = {name: dice.choice((math.inf, dice.uniform(0.05, 1.0))) for name in NAMES}
     for name, seconds in limits.items():
@@ -132,6 +132,9 @@ def test_what_is_told_of_a_link_is_what_was_measured() -> None:
 
 def test_while_nothing_is_known_of_prefill_everything_is_taken_and_counted() -> None:
     model = CostModel(clock=lambda: 1000.0)
-    offers = [Offer(128, [Run("disk", 1, 1)]), Offer(256, [Run("disk", 2, 2), Run(DEVICE, 1, 1)])]
+    offers = [
+        Offer(128, [LoadRun("disk", 1, 1)]),
+        Offer(256, [LoadRun("disk", 2, 2), LoadRun(DEVICE, 1, 1)]),
+    ]
     assert model.choose(offers, 0) == 1
     assert (model.stats()["disk"].taken, model.stats()[DEVICE].taken) == (2, 1)

@@ -6,7 +6,7 @@ import pytest
 from support.processes.clocks import Clock
 
 from kvtier.cost.model import CostModel, Prefill
-from kvtier.cost.rates import Run
+from kvtier.cost.rates import LoadRun
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
@@ -18,7 +18,7 @@ def _serve_slow_hits(model: CostModel, clock: Clock, requests: int) -> int:
     blocks, loaded = 8192 // BLOCK_TOKENS, 0
     recompute = _compute(CostModel(clock=Clock()), Clock(), 8192)
     for number in range(requests):
-        taken = model.admit([Run("far", blocks, blocks * BLOCK_BYTES)], BLOCK_TOKENS)
+        taken = model.admit([LoadRun("far", blocks, blocks * BLOCK_BYTES)], BLOCK_TOKENS)
         if taken:
             seconds = 2 * recompute * taken / blocks
             model.started("far", number, taken * BLOCK_BYTES)
@@ -69,7 +69,7 @@ def test_an_engine_that_becomes_slow_is_noticed_by_prompts_shorter_than_ever() -
     model = CostModel(clock=clock)
     model.observe_prefill(16_384, 16_384 / 20_000)
     for number in range(20):
-        taken = model.admit([Run("far", 16, 16 * BLOCK_BYTES)], BLOCK_TOKENS)
+        taken = model.admit([LoadRun("far", 16, 16 * BLOCK_BYTES)], BLOCK_TOKENS)
         seconds = 0.2 + 0.005 * taken if taken else 0.0
         if taken:
             model.observe_load("far", taken * BLOCK_BYTES, seconds)

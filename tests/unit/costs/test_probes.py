@@ -9,7 +9,7 @@ import pytest
 from support.processes.clocks import Clock
 
 from kvtier.cost.model import CostModel, CostSettings
-from kvtier.cost.rates import DEVICE, Offer, Run
+from kvtier.cost.rates import DEVICE, LoadRun, Offer
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 << 20
@@ -36,14 +36,16 @@ def by_offers(model: CostModel, held: int, blocks: int) -> int:
     offers = []
     for stop in range(1, held + blocks + 1):
         counts = {DEVICE: min(stop, held), "far": max(0, stop - held)}
-        loads = [Run(name, count, count * BLOCK_BYTES) for name, count in counts.items() if count]
+        loads = [
+            LoadRun(name, count, count * BLOCK_BYTES) for name, count in counts.items() if count
+        ]
         offers.append(Offer(START + stop * BLOCK_TOKENS, loads))
     return model.choose(offers, START) + 1
 
 
 def by_runs(model: CostModel, held: int, blocks: int) -> int:
     counts = {DEVICE: held, "far": blocks}
-    runs = [Run(name, count, count * BLOCK_BYTES) for name, count in counts.items() if count]
+    runs = [LoadRun(name, count, count * BLOCK_BYTES) for name, count in counts.items() if count]
     return model.admit(runs, BLOCK_TOKENS, START)
 
 
@@ -209,7 +211,7 @@ def test_only_the_link_that_ends_the_prefix_is_refused() -> None:
     unprobed(model, "far")
     model._link(DEVICE).refusing = True
     loads = [("near", 1), ("far", 30), (DEVICE, 1), ("tape", 1)]
-    assert model.admit([Run(name, n, n * BLOCK_BYTES) for name, n in loads], BLOCK_TOKENS) == 1
+    assert model.admit([LoadRun(name, n, n * BLOCK_BYTES) for name, n in loads], BLOCK_TOKENS) == 1
     refusing = {name for name, link in model.stats().items() if link.refusing}
     assert refusing == {"far"}, "and the device, which all that is taken crosses, no more"
 

@@ -9,10 +9,12 @@ from array import array
 import pytest
 from support.scheduler.eviction_requests import chats, keys
 
+from benchmarks.eviction.reference_policies import new_policy
+from benchmarks.eviction.replay import replay
+from kvtier.cli.trace_simulation import Request
 from kvtier.eviction import create_policy
 from kvtier.eviction.adaptive import MARK_MAX, SHARED, Adaptive, shared_kind
 from kvtier.eviction.policy import fingerprint
-from kvtier.eviction.traces import Request, replay
 
 
 class TestAdaptive:
@@ -44,7 +46,7 @@ class TestAdaptive:
         warm = len(trace) // 2
         best = replay(trace, create_policy("adaptive"), 1000, warm).percent
         for name in ("lru", "s3fifo", "arc"):
-            assert best > replay(trace, create_policy(name), 1000, warm).percent + 5.0
+            assert best > replay(trace, new_policy(name), 1000, warm).percent + 5.0
 
     def test_it_keeps_a_part_of_a_ring_that_does_not_fit(self) -> None:
         ring = [tuple(range(10 * i, 10 * i + 10)) for i in range(120)]

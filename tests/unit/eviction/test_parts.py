@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.eviction.belady import replay_belady
+from benchmarks.eviction.reference_policies import Ghosts, new_policy
+from benchmarks.eviction.replay import replay
+from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.errors import ConfigError
 from kvtier.eviction import create_policy
 from kvtier.eviction.adaptive import (
@@ -28,9 +31,7 @@ from kvtier.eviction.adaptive import (
     shared_kind,
 )
 from kvtier.eviction.forecast import AGES, SAMPLED_IN, Forecast, History, Runs, age_steps
-from kvtier.eviction.ghost_lists import Ghosts
 from kvtier.eviction.lru import NOWHERE
-from kvtier.eviction.traces import Request, read_trace, replay
 
 
 def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -306,7 +307,7 @@ class TestReplay:
         for capacity in (50, 200, 1000):
             bound = replay_belady(trace, capacity)
             for name in ("adaptive", "arc", "lru", "s3fifo"):
-                result = replay(trace, create_policy(name), capacity)
+                result = replay(trace, new_policy(name), capacity)
                 assert result.references == bound.references
                 assert result.hits <= bound.hits
 

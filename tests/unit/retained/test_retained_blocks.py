@@ -101,6 +101,42 @@ def test_blocks_that_are_not_there_leave_their_places() -> None:
     assert told.held() == {KEYS[0], *KEYS[10:13]}
 
 
+def test_one_call_looks_at_few_of_the_blocks_that_may_be_absent() -> None:
+    """A call is a part of an engine's step, however long the list is."""
+    absent, looked = make_keys(40 * 500), 0
+    retained = RetainedBlocks(lambda: 1000.0)
+    retained.allow(len(absent))
+    for start in range(0, len(absent), 2000):
+        retained.retain(absent[start : start + 2000], f"gone {start}", math.inf, lambda _: True)
+
+    def here(_: BlockKey) -> bool:
+        nonlocal looked
+        looked += 1
+        return False
+
+    fresh = make_keys(len(absent), start=len(absent))
+    for start in range(0, len(fresh), 500):
+        looked = 0
+        assert retained.retain(fresh[start : start + 500], "new", math.inf, here) == 0
+        assert looked <= 512
+    assert retained.blocks_of("new") == fresh
+    assert len(retained.take_ended()) == len(absent)
+
+
+def test_one_call_lets_go_of_few_of_those_that_have_ended() -> None:
+    many, now = make_keys(4096), 1000.0
+    retained = RetainedBlocks(lambda: now)
+    retained.allow(len(many))
+    retained.retain(many, "a", 1060.0, lambda _: True)
+    retained.retain(many[:1], "a", 2000.0, lambda _: True)
+    now = 1060.0
+    for calls in range(1, 9):
+        retained.expire()
+        assert len(retained) >= len(many) - 512 * calls
+    retained.expire()
+    assert retained.blocks_of("a") == many[:1], "it was prolonged"
+
+
 def test_sessions_without_end_are_bounded() -> None:
     told = Told(SESSIONS_MAX * 2)
     for number in range(SESSIONS_MAX + 10):

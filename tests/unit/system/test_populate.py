@@ -55,6 +55,16 @@ def test_where_the_system_takes_none_nobody_waits() -> None:
     assert not populating.whole
 
 
+def test_whatever_a_thread_raises_nobody_waits_for_it() -> None:
+    def take(address: int, size: int) -> bool:
+        raise OverflowError("int too large to convert to C long")
+
+    populating = Populating([(at, 1) for at in range(9)], take=take, threads=2)
+    assert populating.wait(8, 60)
+    populating.stop()
+    assert not populating.whole
+
+
 def test_where_no_thread_can_be_had_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

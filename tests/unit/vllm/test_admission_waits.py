@@ -41,14 +41,14 @@ class Short:
     def waits(self, start: int, limit: int) -> bool:
         """Whether another is told to, which asks for what is between these tokens of 12 chunks."""
         self.made.on_schedule_end()
-        self.made.asks("second", start, limit)
+        self.made.begin_lookup("second", start, limit)
         keys = [key for key, end in self.ends.items() if start < end <= limit]
         return None in [self.made.lookup(key, "second", self.ends) for key in keys]
 
-    def still_waits(self, start: int, limit: int) -> bool:
+    def still_deferred(self, start: int, limit: int) -> bool:
         self.made.on_schedule_end()
-        self.made.asks("second", start, limit)
-        return self.made.still_waits("second", self.ends)
+        self.made.begin_lookup("second", start, limit)
+        return self.made.still_deferred("second", self.ends)
 
 
 @pytest.fixture
@@ -68,12 +68,12 @@ def test_it_waits_no_longer_than_computing_takes_what_it_asks_for(
     assert short.waits(start, limit)
     short.now[0] = patience - 0.01
     assert short.waits(start, limit)
-    assert short.still_waits(start, limit)
+    assert short.still_deferred(start, limit)
     short.now[0] = patience + 0.01
-    assert not short.still_waits(start, limit)
+    assert not short.still_deferred(start, limit)
 
 
 def test_one_that_may_load_less_than_before_is_looked_up(short: Short) -> None:
     assert short.waits(0, TOKENS)
-    assert short.still_waits(0, TOKENS)
-    assert not short.still_waits(0, 4 * CHUNK), "there is room for that"
+    assert short.still_deferred(0, TOKENS)
+    assert not short.still_deferred(0, 4 * CHUNK), "there is room for that"

@@ -8,9 +8,10 @@ from support.scheduler.asking import FULL, manager, stored
 
 from kvtier import Stack
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import DEVICE, PAGEABLE, Run
-from kvtier.vllm.engine_load import Backlog, Pace
+from kvtier.cost.rates import DEVICE, PAGEABLE, LoadRun
+from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.protocol import Report
+from kvtier.vllm.requests import Requests
 
 TOKENS = 1000
 """In a second."""
@@ -34,29 +35,28 @@ def costs() -> Told:
 
 
 def test_what_was_admitted_waits_for_its_steps_and_is_under_way_then(costs: Told) -> None:
-    pace = Pace(costs, costs._clock)
-    backlog = Backlog(costs, pace)
-    backlog.tell()
+    load = EngineLoad(Requests(), costs, costs._clock)
+    load.tell()
     assert costs.queue == (0.0, 0.0)
-    backlog.admitted("a", TOKENS, 3 * TOKENS)
-    backlog.admitted("b", 0, TOKENS)
-    backlog.admitted("is loaded", 0, 0)
-    backlog.tell()
+    load.admitted("a", TOKENS, 3 * TOKENS)
+    load.admitted("b", 0, TOKENS)
+    load.admitted("is loaded", 0, 0)
+    load.tell()
     assert costs.queue == pytest.approx((0.0, 3.0))
-    backlog.stepped({"a": TOKENS, "b": TOKENS, "decodes": 1})
-    pace.began(2 * TOKENS, 0)
-    backlog.tell()
+    load.stepped({"a": TOKENS, "b": TOKENS, "decodes": 1})
+    load.pace.began(2 * TOKENS, 0)
+    load.tell()
     assert costs.queue == pytest.approx((2.0, 1.0), abs=0.01)
-    backlog.gone("a")
-    backlog.gone("unknown")
-    backlog.tell()
+    load.gone("a")
+    load.gone("unknown")
+    load.tell()
     assert costs.queue == pytest.approx((2.0, 0.0), abs=0.01)
 
 
 def test_without_a_cost_model_nobody_is_told() -> None:
-    backlog = Backlog(None, Pace(None))
-    backlog.admitted("a", 0, TOKENS)
-    backlog.tell()
+    load = EngineLoad(Requests(), None)
+    load.admitted("a", 0, TOKENS)
+    load.tell()
 
 
 def test_a_load_that_ends_before_the_engine_would_have_come_to_it_costs_nothing() -> None:
@@ -66,7 +66,7 @@ def test_a_load_that_ends_before_the_engine_would_have_come_to_it_costs_nothing(
     for _ in range(20):
         costs.observe_load("far", 1 << 24, 4.0)
     costs._link("far").next_probe = float("inf")
-    hit = [Run("far", 1, 1 << 24)]
+    hit = [LoadRun("far", 1, 1 << 24)]
     assert costs.admit(hit, TOKENS) == 0, "four seconds against one"
     costs._link("far").refusing = costs._link(DEVICE).refusing = False
     costs.observe_queue(1.0, 1.5)

@@ -34,13 +34,13 @@ from kvtier.vllm.hints import (
     DIRECTIVES_MAX,
     PREFETCHES_MAX,
     Action,
+    HintParser,
     LetGo,
     Prefetch,
     Release,
     Retain,
-    Understanding,
 )
-from kvtier.vllm.hooks.request_hints import said_of
+from kvtier.vllm.hooks.scheduler import hints_of
 from kvtier.vllm.protocol import Report
 
 
@@ -49,8 +49,8 @@ def action(type: str, payload: dict[str, Any] | None = None, version: str = "1.0
 
 
 def read(parameters: object = None, *actions: Action) -> list[Any]:
-    understanding = Understanding()
-    found = understanding.wishes(parameters, actions)
+    understanding = HintParser()
+    found = understanding.parse(parameters, actions)
     assert understanding.ignored == {"unknown": 0, "malformed": 0}
     return found
 
@@ -100,11 +100,9 @@ def test_the_actions_of_others() -> None:
 def test_what_comes_with_a_request() -> None:
     sent = SimpleNamespace(action_type="kv.deref", action_version="1.0", payload={})
     hints = SimpleNamespace(actions=[sent])
-    before = SimpleNamespace(kv_transfer_params={"retain_s": 1})  # as 0.31 has it
-    assert said_of(before) == ({"retain_s": 1}, [])
     for each, actions in ((None, []), (hints, [action("kv.deref")])):
         request = SimpleNamespace(kv_transfer_params=None, kv_hints=each)
-        assert said_of(request) == (None, actions)
+        assert hints_of(request) == (None, actions)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +131,9 @@ def test_what_comes_with_a_request() -> None:
 def test_what_is_not_understood_is_counted_and_logged_once(
     said: Action, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    understanding = Understanding()
+    understanding = HintParser()
     for _ in range(3):
-        wishes = understanding.wishes({"retain_s": 5}, [said, action("kv.deref")])
+        wishes = understanding.parse({"retain_s": 5}, [said, action("kv.deref")])
         assert wishes == [Retain("", 5.0), Release("")], "the others are heeded"
     assert understanding.ignored[kind] == 3
     assert sum(understanding.ignored.values()) == 3
@@ -144,14 +142,14 @@ def test_what_is_not_understood_is_counted_and_logged_once(
 
 @pytest.mark.parametrize("bad", [{"retain_s": "x"}, {"session": 3}, {"session": "kvtier:pin"}])
 def test_transfer_parameters_that_are_wrong(bad: object) -> None:
-    understanding = Understanding()
-    assert understanding.wishes(bad, []) == []
+    understanding = HintParser()
+    assert understanding.parse(bad, []) == []
     assert understanding.ignored["malformed"] == 1
 
 
 def test_an_envelope_without_end_is_read_in_part() -> None:
-    understanding = Understanding()
-    assert len(understanding.wishes(None, [action("kv.deref")] * 10_000)) == ACTIONS_MAX
+    understanding = HintParser()
+    assert len(understanding.parse(None, [action("kv.deref")] * 10_000)) == ACTIONS_MAX
     assert understanding.ignored["malformed"] == 1
 
 
@@ -170,7 +168,7 @@ names = st.sampled_from(["scope", "session_id", "directives", "ttl_seconds", "pr
     payload=st.dictionaries(names, json),
 )
 def test_whatever_is_sent_raises_nothing(parameters: Any, type: str, payload: Any) -> None:
-    Understanding().wishes(parameters, [action(type, payload)])
+    HintParser().parse(parameters, [action(type, payload)])
 
 
 @pytest.fixture
@@ -196,7 +194,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             "version": 1,
             "name": "unit",
             "mover": {"mode": "threads"},
-            "prefetch": {"memory": 0.5, "restart": 0},
+            "prefetch": {"memory": 0.5, "warmup_share": 0},
             "retain": {"share": 0.5},
             "tiers": [host, disk],
         }
@@ -215,7 +213,7 @@ def serve(asking: Asking, request: str, ends: dict[bytes, int], **said: Any) -> 
     served.on_new_request(request)
     served.hints.said(request, said.get("parameters"), said.get("actions", ()))
     asking.hit(request, ends, max(ends.values()) + 1)
-    served.uses(request, ends)
+    served.mark_used(request, ends)
     _, errand = served.prepare_store(list(ends), request)
     served.report(errand.number, Report(1, reads_files=False))
     served.hints.ended(request, ends, said.get("prompt", 1 << 40))
@@ -296,7 +294,7 @@ def test_after_a_reset_nothing_is_retained(opened: Callable[..., Stack]) -> None
     asking.manager.reset()
     asking.manager.hints.ended("b", asking.keys(4), 4 * CHUNK)
     assert stack.chain.tiers[0].stats().retained == 0
-    assert not asking.manager.hints._wishes
+    assert not asking.manager.hints._actions
 
 
 def test_the_next_process_retains_the_same(opened: Callable[..., Stack]) -> None:
@@ -347,4 +345,4 @@ def test_prefetches_for_sessions_end(opened: Callable[..., Stack]) -> None:
     served.on_schedule_end()
     served.on_schedule_end()
     assert served.hints._early == {}
-    assert not stack.chain.prefetches._wishes
+    assert not stack.chain.prefetches._requests

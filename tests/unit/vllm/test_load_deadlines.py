@@ -17,6 +17,7 @@ from support.scheduler.asking import (
     STATE,
     TWO_GROUPS,
     WINDOW,
+    AddingManager,
     Asking,
     on_disk,
     small_above_large,
@@ -30,9 +31,8 @@ from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
-from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.deferrals import LoadDeadlines
 from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.requests import LoadDeadlines
 
 
 class Gate:
@@ -74,7 +74,7 @@ class Desk(Asking):
             tier["load_deadline"] = 600.0
         self.stack = Stack.open(tiers, TWO_GROUPS, costs=costs)
         self.stack.chain._lookup._planner._clock = self.clock
-        made = ChainManager(self.stack, region="region", ranks=1, costs=costs, clock=self.clock)
+        made = AddingManager(self.stack, region="region", ranks=1, costs=costs, clock=self.clock)
         made.shapes = dict(enumerate(shapes))
         super().__init__(made)
 

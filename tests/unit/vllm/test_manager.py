@@ -23,6 +23,7 @@ from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.testing.subject import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome, group_of
+from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
 
 
@@ -72,6 +73,26 @@ def test_a_request_whose_load_failed_is_offered_nothing(stack: Stack) -> None:
     assert asking.manager.chain.tiers[0].stats().corrupt == 2, "both at once"
 
 
+def test_a_request_that_nobody_has_added_leaves_nothing_behind(stack: Stack) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(4)
+    stored(stack, ends)
+    managed = ChainManager(stack, region="region", ranks=1)
+    managed.shapes = asking.manager.shapes
+    for ended in (False, True):
+        if ended:
+            managed.on_new_request("a")
+            managed.on_request_finished("a")
+        managed.begin_lookup("a", 0, 4 * CHUNK)
+        assert managed.lookup(next(iter(ends)), "a", ends) is False
+        assert not managed.still_deferred("a", ends)
+        managed.mark_used("a", ends)
+        managed.scheduled("a", 0, CHUNK)
+        fresh = make_keys(2, start=100)
+        assert managed.prepare_store(fresh, "a")[0] == [], "nobody knows what its keys leave out"
+        assert len(managed._requests) == 0
+
+
 def test_a_load_that_cannot_be_prepared_is_not_tried_for_ever(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +137,24 @@ def test_a_salt_and_a_reset_make_other_keys(stack: Stack) -> None:
     assert asking.hit("plain", ends, 3 * CHUNK) == 0, "under the keys of before"
 
 
+def test_nothing_is_found_or_kept_until_it_is_known_what_a_requests_keys_stand_for(
+    stack: Stack,
+) -> None:
+    asking = manager(stack, FULL)
+    ends = asking.keys(3)
+    stored(stack, ends)
+    for at, (name, salt) in enumerate((("known", b""), ("unknown", None), ("reset", b"")), 1):
+        others = asking.keys(2, first=10 * at)
+        asking.manager.on_new_request(name, identified=False)
+        assert asking.hit(name, ends, 3 * CHUNK) == 0
+        assert asking.manager.prepare_store(list(others), name)[0] == []
+        if name == "reset":
+            asking.manager.reset()
+        asking.manager.identify(name, salt)
+        kept = asking.manager.prepare_store(list(others), name)[0] != []
+        assert (asking.hit(name, ends, 3 * CHUNK) > 0) is kept is (name == "known")
+
+
 @pytest.mark.parametrize("more", [0, 4])
 @pytest.mark.parametrize("shapes", [(FULL,), (FULL, WINDOW), (STATE, FULL), (WINDOW,)])
 def test_what_the_engine_has_itself_counts_as_used(
@@ -129,8 +168,8 @@ def test_what_the_engine_has_itself_counts_as_used(
     asking.serve("first", hot)
     asking.serve("other", cold)
     for each in range(40):
-        asking.manager.asks("again", 16 * CHUNK, (16 + more) * CHUNK + 9)
-        asking.manager.uses("again", longer)
+        asking.manager.begin_lookup("again", 16 * CHUNK, (16 + more) * CHUNK + 9)
+        asking.manager.mark_used("again", longer)
         asking.manager.on_request_finished("again")
         asking.serve("new", asking.keys(9, first=200 + 20 * each))
     assert asking.serve("hot", longer) == 16 * CHUNK
@@ -257,7 +296,7 @@ def test_a_load_slower_than_computing_is_taken_while_others_wait(tmp_path: Path)
         assert asking.hit("b", prompts["b"], 4 * CHUNK) == 4 * CHUNK, "two wait behind it"
         made.scheduled("b")
         made.on_request_finished("c")
-        made.pace.ended()  # else the load would end before the engine had come to it
+        made.load.pace.ended()  # else the load would end before the engine had come to it
         assert asking.hit("d", prompts["d"], 4 * CHUNK) == 0, "nobody does"
 
 
@@ -272,7 +311,7 @@ def test_no_more_is_found_than_is_taken_though_more_is_there(
         on_disk(stack, ends)
         held = [BlockKey(key) for key in make_keys(storing, start=500)]
         assert len(stack.chain.prepare_store(held).keys) == storing
-        asking.manager.asks("a", start, 6 * CHUNK + 1)
+        asking.manager.begin_lookup("a", start, 6 * CHUNK + 1)
         found = [end // CHUNK for key, end in ends.items() if asking.manager.lookup(key, "a", ends)]
         assert found == [*range(1, chunks + 1)] * 2
 

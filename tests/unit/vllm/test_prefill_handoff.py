@@ -23,8 +23,8 @@ from support.scheduler.asking import (
 from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.settings import ByteSize
+from kvtier.vllm.deferrals import WAIT_S, handover_answer, is_handed_over
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.requests import WAIT_S, answer, is_expected
 
 SHAPES = [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE), (WINDOW, STATE)]
 TOKENS = 8 * CHUNK + 1
@@ -34,13 +34,13 @@ COMPUTING = 8 * CHUNK / 1024
 
 def test_what_one_engine_answers_the_other_understands() -> None:
     """In the words of vLLM's connectors; whatever else a client may have sent is none of it."""
-    told = answer({"do_remote_decode": True, "do_remote_prefill": False})
+    told = handover_answer({"do_remote_decode": True, "do_remote_prefill": False})
     assert told == {"do_remote_prefill": True, "do_remote_decode": False}
-    assert is_expected(told)
-    assert answer(told) is None
+    assert is_handed_over(told)
+    assert handover_answer(told) is None
     for said in (None, "do_remote_decode", ["do_remote_prefill"], {"do_remote_prefill": "yes"}, {}):
-        assert answer(said) is None
-        assert not is_expected(said)
+        assert handover_answer(said) is None
+        assert not is_handed_over(said)
 
 
 class Answering:
@@ -54,8 +54,8 @@ class Answering:
 
     def waits(self, request: str, ends: dict[bytes, int], tokens: int = TOKENS) -> bool:
         """As the connector asks: in short first, whether nothing has changed."""
-        self.made.asks(request, 0, tokens)
-        return self.made.still_waits(request, ends) or None in self.asking.answers(
+        self.made.begin_lookup(request, 0, tokens)
+        return self.made.still_deferred(request, ends) or None in self.asking.answers(
             request, ends, tokens
         )
 
@@ -118,7 +118,7 @@ def test_that_nothing_comes_is_not_said_of_every_request(
     disk: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where two engines share nothing, by mistake, each request would be a line in the log."""
-    caplog.set_level("INFO", "kvtier.vllm.requests")
+    caplog.set_level("INFO", "kvtier.vllm.deferrals")
     engine = Answering(disk, (FULL,))
 
     def in_vain(number: int) -> int:
@@ -173,14 +173,14 @@ def test_nothing_is_looked_up_while_nothing_comes(disk: Stack) -> None:
     engine = Answering(disk, (FULL,))
     ends = engine.asking.keys(8)
     engine.comes("a")
-    assert not engine.made.still_waits("a", ends), "it has not been told to"
+    assert not engine.made.still_deferred("a", ends), "it has not been told to"
     assert engine.waits("a", ends)
     *needed, last = ends
-    assert engine.made.still_waits("a", ends)
+    assert engine.made.still_deferred("a", ends)
     stored(disk, {key: ends[key] for key in needed})
-    assert engine.made.still_waits("a", ends), "the last one has not come"
+    assert engine.made.still_deferred("a", ends), "the last one has not come"
     stored(disk, {last: ends[last]})
-    assert not engine.made.still_waits("a", ends)
+    assert not engine.made.still_deferred("a", ends)
     assert not engine.waits("a", ends)
 
 
@@ -194,7 +194,7 @@ def test_all_may_have_come_while_others_load(disk: Stack) -> None:
     engine.comes("a")
     assert engine.waits("a", ends)
     stored(disk, ends)
-    assert not engine.made.still_waits("a", ends)
+    assert not engine.made.still_deferred("a", ends)
     assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK
 
 
@@ -206,7 +206,7 @@ def test_what_is_being_stored_here_has_not_come_yet(disk: Stack) -> None:
     assert taken == list(ends)
     engine.comes("a")
     assert engine.waits("a", ends)
-    assert engine.made.still_waits("a", ends)
+    assert engine.made.still_deferred("a", ends)
     engine.made.report(errand.number, Report(ranks=1))
     assert not engine.waits("a", ends)
     assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.device.direct_engine import Tensor
+from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
@@ -19,7 +20,6 @@ from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace, Outcome
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry
 from kvtier.vllm.worker import Ended, RankWorker
 
@@ -88,7 +88,7 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[i
     keys: list[bytes] = list(make_keys(CHUNKS))
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         region = str(stack.host.region.path)  # type: ignore[attr-defined]
-        manager = ChainManager(stack, region=region, ranks=RANKS)
+        manager = AddingManager(stack, region=region, ranks=RANKS)
         pipelined = min(layers) < LAYERS
         ranks = [
             Rank(rank, alike=alike, layers=layers[rank], pipelined=pipelined)
@@ -150,7 +150,7 @@ def test_a_device_that_cannot_be_used_is_told_once(
         raise RuntimeError("torch has loaded no CUDA runtime: this is a build without CUDA")
 
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
-        manager = ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+        manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
         _, errand = manager.prepare_store(list(make_keys(2)), "a")
         rank = Rank(0, alike=True)
         rank.worker._open_copier = refused
@@ -185,7 +185,7 @@ def test_chunks_with_holes_are_not_stored(
     rank = Rank(0, alike=True, per_chunk=2, groups=2)
     keys = [*make_keys(1), *make_keys(1, start=1, group=group)]
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
-        manager = ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+        manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
         taken, errand = manager.prepare_store(keys, "a")
         assert len(taken) == 2
         rank.worker.store(1, errand, Blocks(np.arange(sum(sizes)), sizes, starts))
@@ -217,7 +217,7 @@ def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
         Stack.open(stack_in(tmp_path / "b", namespace), namespace) as other,
     ):
         managers = [
-            ChainManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
+            AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
             for stack in (one, other)
         ]
         errands = []
@@ -285,7 +285,7 @@ def test_a_region_is_opened_before_the_engine_serves_and_not_anew_by_the_first_e
     namespace = Namespace(facts={"model": "none"}, group_bytes=(size,), parts=RANKS)
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         path = stack.host.region.path  # type: ignore[attr-defined]
-        manager = ChainManager(stack, region=str(path), ranks=1)
+        manager = AddingManager(stack, region=str(path), ranks=1)
         counted = Counted(path, size)
         assert (counted.opened, counted.ready) == (1, 1)
         assert "before its copies are as fast" in caplog.text

@@ -12,6 +12,7 @@ from support.scheduler.asking import (
     FULL,
     TWO_GROUPS,
     WINDOW,
+    AddingManager,
     Asking,
     manager,
     small_above_large,
@@ -25,7 +26,6 @@ from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
 from kvtier.testing.subject import make_keys
 from kvtier.types import GROUP_BYTES, BlockKey, Outcome
-from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import NO_SLOT, Report
 from kvtier.vllm.requests import RequestState
 
@@ -38,7 +38,7 @@ def two_tiers(tmp_path: Path) -> Iterator[Stack]:
 
 
 def ranks(stack: Stack, count: int) -> Asking:
-    made = ChainManager(stack, region="region", ranks=count)
+    made = AddingManager(stack, region="region", ranks=count)
     made.shapes = {0: FULL}
     return Asking(made)
 
@@ -134,7 +134,7 @@ def test_steps_are_needed_until_the_tiers_below_have_what_was_stored(two_tiers: 
 
 
 def test_a_load_has_as_long_as_its_slowest_tier(two_tiers: Stack) -> None:
-    managed = ChainManager(two_tiers, region="region", ranks=1, clock=lambda: 100.0)
+    managed = AddingManager(two_tiers, region="region", ranks=1, clock=lambda: 100.0)
     managed.shapes = {0: FULL}
     asking = Asking(managed)
     ends = asking.keys(2)
@@ -226,11 +226,11 @@ def test_a_prompt_counts_as_used_once(stack: Stack, monkeypatch: pytest.MonkeyPa
     asking = manager(stack, FULL)
     managed, ends = asking.manager, asking.keys(4)
     managed.on_new_request("unknown", None)
-    managed.uses("unknown", ends)
+    managed.mark_used("unknown", ends)
     assert touched.count == 0, "its keys do not tell what it is"
     managed.on_new_request("a")
     for _ in range(3):
-        managed.uses("a", ends)
+        managed.mark_used("a", ends)
     assert touched.count == 1
 
 
@@ -238,7 +238,7 @@ def test_a_prompt_counts_as_used_once(stack: Stack, monkeypatch: pytest.MonkeyPa
 def test_loads_tell_how_fast_the_way_from_host_memory_is(stack: Stack, count: int) -> None:
     """Ranks that hold the same have each read all of it, side by side."""
     costs = CostModel(clock=lambda: 0.0)
-    managed = ChainManager(stack, region="region", ranks=count, costs=costs)
+    managed = AddingManager(stack, region="region", ranks=count, costs=costs)
     managed.shapes = {0: FULL}
     asking = Asking(managed)
     ends = asking.keys(4)
@@ -282,14 +282,14 @@ def test_the_chain_is_told_where_the_engines_own_blocks_end(
 def test_the_engines_steps_tell_how_fast_it_computes(stack: Stack) -> None:
     now = [10.0]
     costs = CostModel(clock=lambda: now[0])
-    managed = ChainManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
+    managed = AddingManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
     managed.step_began(1024, 0)
     now[0] += 2.0
-    managed.pace.ended()
+    managed.load.pace.ended()
     assert costs.recompute_seconds(0, 1024) == pytest.approx(2.0, rel=0.2)
-    without = ChainManager(stack, region="region", ranks=1)
+    without = AddingManager(stack, region="region", ranks=1)
     without.step_began(1024, 0)
-    without.pace.ended()
+    without.load.pace.ended()
 
 
 def test_whoever_ends_a_step_learns_what_has_landed(

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm import requests as prefill_handoff
-from kvtier.vllm.settings import (
-    check_caches,
-    check_ranks,
-    check_role,
-    read_stack,
-    unread,
-    whole_number,
-)
+from kvtier.vllm import deferrals
+from kvtier.vllm.settings import read_flag, read_stack, unread, whole_number
 
 
 def test_nothing_is_said_of_what_is_read() -> None:
@@ -36,48 +30,37 @@ def test_what_belonged_to_another_connector() -> None:
     ]
 
 
+def test_a_flag_is_true_or_false() -> None:
+    assert [read_flag(each, "kv_events_by_tier") for each in ({}, {"kv_events_by_tier": True})] == [
+        False,
+        True,
+    ]
+    with pytest.raises(ConfigError, match="kv_events_by_tier: is 'yes' - give true or false"):
+        read_flag({"kv_events_by_tier": "yes"}, "kv_events_by_tier")
+
+
 @pytest.mark.parametrize("extra", [{}, {"stack": 3}])
 def test_there_must_be_a_stack(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="give the path of a stack's YAML file"):
         read_stack(extra)
 
 
+def test_a_stack_file_is_read_once(tmp_path: Path) -> None:
+    """All that a process opens is of one stack, though somebody edits the file meanwhile."""
+    file = tmp_path / "stack.yaml"
+    tier = f"{{kind: cpu, path: {tmp_path}, capacity: 4MiB}}"
+    file.write_text(f"{{version: 1, tiers: [{tier}]}}")
+    extra: dict[str, Any] = {"stack": str(file)}
+    stack = read_stack(extra)
+    file.unlink()
+    assert read_stack(extra) is stack
+    assert unread(extra) == []
+
+
 def test_a_stack_may_be_written_out(tmp_path: Path) -> None:
     tier = {"kind": "cpu", "path": str(tmp_path), "capacity": "4MiB"}
     stack = read_stack({"stack": {"version": 1, "tiers": [tier]}})
     assert [each.kind for each in stack.tiers] == ["cpu"]
-
-
-def test_an_engine_that_only_stores_is_refused() -> None:
-    for role in (None, "kv_both", "kv_consumer"):
-        check_role(role)
-    with pytest.raises(ConfigError, match='write "kv_both"'):
-        check_role("kv_producer")
-
-
-def test_ranks_that_have_no_scheduler_or_no_memory_in_common_are_refused() -> None:
-    class ExecutorWithExternalLauncher:
-        """vLLM's, by its name."""
-
-    class OnesOwn(ExecutorWithExternalLauncher):
-        """Made from it."""
-
-    for executor in (None, "mp", "ray", object):
-        check_ranks(executor, 2, 1)
-    for executor in ("external_launcher", OnesOwn):
-        check_ranks(executor, 1, 1)
-        with pytest.raises(ConfigError, match='write "mp"'):
-            check_ranks(executor, 2, 1)
-    with pytest.raises(ConfigError, match="on 2 machines"):
-        check_ranks("mp", 16, 2)
-
-
-def test_caches_that_are_not_on_the_device_are_refused() -> None:
-    check_caches(None, overflows=False)
-    with pytest.raises(ConfigError, match="HiSparse"):
-        check_caches(object(), overflows=False)
-    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
-        check_caches(None, overflows=True)
 
 
 def test_what_should_be_a_number_is_named() -> None:
@@ -89,5 +72,5 @@ def test_what_should_be_a_number_is_named() -> None:
 
 @pytest.mark.parametrize("said", [None, "text", 5, [], {}, {"do_remote_prefill": 1}, {1: 2}])
 def test_whatever_a_client_sends_hands_nothing_over(said: object) -> None:
-    assert not prefill_handoff.is_expected(said)
-    assert prefill_handoff.answer(said) is None
+    assert not deferrals.is_handed_over(said)
+    assert deferrals.handover_answer(said) is None

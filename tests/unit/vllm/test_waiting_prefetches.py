@@ -44,7 +44,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
             "capacity": "16MiB",
             "free_floor": 0,
         }
-        prefetch = {"memory": 0.5, "restart": 0}
+        prefetch = {"memory": 0.5, "warmup_share": 0}
         config = {
             "version": 1,
             "name": "unit",

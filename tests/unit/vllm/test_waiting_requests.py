@@ -23,8 +23,8 @@ from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.chain.tier_chain import TierChain
 from kvtier.types import BlockKey, group_of
+from kvtier.vllm.deferrals import PATIENCE_S
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.requests import PATIENCE_S
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_those_who_wait_for_room_are_not_looked_up_in_each_step(
         def still_wait() -> list[str]:
             made.on_schedule_end()
             for name, chunks in wanted.items():
-                made.asks(name, 0, chunks * CHUNK + 1)
-            return [name for name in wanted if made.still_waits(name, prompts[name])]
+                made.begin_lookup(name, 0, chunks * CHUNK + 1)
+            return [name for name in wanted if made.still_deferred(name, prompts[name])]
 
         assert still_wait() == [], "they have not been told to"
         for name, chunks in wanted.items():
@@ -142,28 +142,28 @@ def test_those_who_wait_for_anothers_load_are_not_looked_up_in_each_step(
         assert stack.settle(), "of 13 slots ten are left"
         made.on_schedule_end()
         assert asking.hit("b", longer, 5 * CHUNK + 1) == 5 * CHUNK
-        made.put_off("b", shared)
+        made.defer("b", shared)
 
-        def still_waits(start: int = 0) -> bool:
+        def still_deferred(start: int = 0) -> bool:
             made.on_schedule_end()
-            made.asks("b", start, 5 * CHUNK + 1)
-            return made.still_waits("b", longer, shared)
+            made.begin_lookup("b", start, 5 * CHUNK + 1)
+            return made.still_deferred("b", longer, shared)
 
         asked = len(looks)
-        assert still_waits()
-        made.put_off("b", shared)
-        assert still_waits()
+        assert still_deferred()
+        made.defer("b", shared)
+        assert still_deferred()
         assert len(looks) == asked
         assert None in asking.answers("c", other, 6 * CHUNK + 1), "five of ten are for the first"
-        assert not still_waits(CHUNK), "the engine has computed a part of it for another"
-        assert still_waits()
+        assert not still_deferred(CHUNK), "the engine has computed a part of it for another"
+        assert still_deferred()
         made.report(errand.number, Report(1))
-        made.asks("b", 0, 5 * CHUNK + 1)
-        assert not made.still_waits("b", longer)
+        made.begin_lookup("b", 0, 5 * CHUNK + 1)
+        assert not made.still_deferred("b", longer)
         made.on_schedule_end()
         assert asking.hit("b", longer, 5 * CHUNK + 1) == 5 * CHUNK
         made.scheduled("b")
-        assert not still_waits()
+        assert not still_deferred()
 
 
 @pytest.mark.parametrize("shapes", [(FULL,), (WINDOW, FULL), (STATE, FULL)])
@@ -180,10 +180,10 @@ def test_who_waits_for_anothers_load_is_looked_up_if_it_need_not_be_for_that(
 
     def waits(name: str, *loading: bytes, start: int = 0) -> bool:
         assert asking.hit(name, ends, 6 * CHUNK + 1, start) == 6 * CHUNK
-        made.put_off(name, set(loading))
+        made.defer(name, set(loading))
         made.on_schedule_end()
-        made.asks(name, start, 6 * CHUNK + 1)
-        return made.still_waits(name, ends, set(loading))
+        made.begin_lookup(name, start, 6 * CHUNK + 1)
+        return made.still_deferred(name, ends, set(loading))
 
     assert waits("its end", full[5])
     assert waits("its beginning", full[0])
@@ -206,10 +206,12 @@ def test_one_that_waits_for_room_is_looked_up_when_it_asks_for_less(tmp_path: Pa
         made.on_schedule_end()
         assert None in asking.answers("b", second, 8 * CHUNK + 1)
         made.on_schedule_end()
-        made.asks("b", 4 * CHUNK, 8 * CHUNK + 1)
-        assert not made.still_waits("b", second), "the engine has computed half of it for another"
+        made.begin_lookup("b", 4 * CHUNK, 8 * CHUNK + 1)
+        assert not made.still_deferred("b", second), (
+            "the engine has computed half of it for another"
+        )
         made.reset()
-        assert not made.still_waits("b", second)
+        assert not made.still_deferred("b", second)
 
 
 def test_nobody_waits_for_the_last_of_several_loads_if_the_first_makes_room(
@@ -229,12 +231,12 @@ def test_nobody_waits_for_the_last_of_several_loads_if_the_first_makes_room(
         made.on_schedule_end()
         assert asking.answers("c", waiting, 8 * CHUNK + 1) == {None}
         made.on_schedule_end()
-        made.asks("c", 0, 8 * CHUNK + 1)
-        assert made.still_waits("c", waiting)
+        made.begin_lookup("c", 0, 8 * CHUNK + 1)
+        assert made.still_deferred("c", waiting)
         made.report(errands[0].number, Report(1))
         made.on_schedule_end()
-        made.asks("c", 0, 8 * CHUNK + 1)
-        assert not made.still_waits("c", waiting)
+        made.begin_lookup("c", 0, 8 * CHUNK + 1)
+        assert not made.still_deferred("c", waiting)
         assert asking.hit("c", waiting, 8 * CHUNK + 1) == 8 * CHUNK
         made.report(errands[1].number, Report(1))
 
@@ -255,5 +257,5 @@ def test_nobody_waits_on_for_room_that_no_load_holds_any_more(tmp_path: Path) ->
         made.on_schedule_end()
         storing = [BlockKey(key) for key in asking.keys(12, first=200)]
         assert len(stack.chain.prepare_store(storing).keys) == 12
-        made.asks("b", 0, 8 * CHUNK + 1)
-        assert not made.still_waits("b", second)
+        made.begin_lookup("b", 0, 8 * CHUNK + 1)
+        assert not made.still_deferred("b", second)

@@ -12,7 +12,7 @@ import pytest
 from support.scheduler.tensors import write_tensors
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.hooks.engine_calls import changes_weights
+from kvtier.vllm.hooks.engine import changes_weights
 from kvtier.vllm.identity.namespace_facts import (
     _adapters,
     _additional,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-STAGES = ["bare speeds", "without", "kvtier", "matrix"]
+STAGES = ["without", "kvtier", "matrix"]
 
 
 def test_the_run_is_whole_and_answers_are_equal(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_run_is_whole_and_answers_are_equal(tmp_path: Path) -> None:
             assert same == asked, row
     rows = {(row.get("engine"), row["what"]): row for row in told["rows"]}
     kept = rows["kvtier", "32k from memory kept over kill -9"]
-    loaded = rows["kvtier", "32k from disk after a restart, loads: always"]
+    loaded = rows["kvtier", "32k from disk after a restart, load_policy: always"]
     assert kept["cached"] == loaded["cached"] == [1600 // 256 * 256]
     (case,) = {row["engine"] for row in told["rows"] if row["stage"] == "matrix"}
     assert rows[case, "disk alone"]["more"]["nvme"] > 0

@@ -43,42 +43,6 @@ ready._BUILD = "from support.device import pretend_cuda" + ready._BUILD
 ready.main(8 << 20)
 """
 
-_SWEEP = """
-TITLES = ["as they are", "4 buffers"]
-from support.device import pretend_cuda
-from benchmarks.gpu import arena, beside, kernels, sweep
-arena.LAYERS = beside.LAYERS = 4
-arena.RECORD_BYTES, beside.SIDE, beside.ROUNDS, beside.FEW_ROUNDS = 128 << 10, 32, 2, 2
-sweep.SIZE, sweep.PAGES, sweep.TURNS = 512 << 10, [64 << 10], 1
-kernels.ROUNDS, kernels.BYTES_MAX = 1, 1 << 20
-sweep.SECONDS = sweep.VARIANT_SECONDS = 600.0  # processors may be busy here
-sweep.VARIANTS = [each for each in sweep.VARIANTS if each.title in TITLES]
-before = sweep.staging_buffers._EACH_WAY
-sweep.main()
-assert sweep.staging_buffers._EACH_WAY == before
-"""
-
-_HURRIED = """
-from support.device import pretend_cuda
-from benchmarks.gpu import sweep
-
-now, begun = 0.0, []
-
-def run_part(part, report, seconds):
-    global now
-    title = part.args[1].title
-    begun.append(title)
-    now += seconds if title == "a store at once" else 25.0
-    return title != "a store at once"
-
-sweep.run_part, sweep.time.perf_counter = run_part, lambda: now
-try:
-    sweep.main()
-except SystemExit as end:
-    print(end)
-print(begun[-1], len(begun), now)
-"""
-
 
 def python(*arguments: str, **environment: str) -> str:
     paths = f"{ROOT}:{ROOT / 'tests'}"
@@ -138,25 +102,4 @@ def test_what_a_start_waits_for(tmp_path: Path) -> None:
         *["pinning", "giving back", "mapping memory that is there", "pinning", "giving back"],
         *["a step of 100 launches"] * 2,
         *["building and trying kernels"] * 2,
-    ]
-
-
-def test_the_sweep(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    python("-c", _SWEEP, JSON=str(file))
-    figures = [figure["name"] for figure in json.loads(file.read_text())]
-    assert len(figures) == 36
-    assert "as they are: store, pages of 64 KiB" in figures
-    assert "as they are: gathering 1 MiB of pages of 16 KiB takes" in figures
-    assert "as they are: sending 1 MiB of pages of 16 KiB takes the thread that waits" in figures
-    assert "4 buffers: a product loses meanwhile" in figures
-
-
-def test_a_sweep_with_little_time_ends_as_it_began() -> None:
-    """With the usual numbers, whatever was left out, and whoever hung."""
-    said = python("-c", _HURRIED, LIMIT_S="250").splitlines()
-    assert "4 buffers: no time left" in said
-    assert said[-2:] == [
-        "these variants failed: a store at once",
-        "as they are, again 8 235.0",
     ]

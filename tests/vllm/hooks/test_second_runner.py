@@ -36,20 +36,6 @@ def test_what_was_overwritten_is_not_kept(
         assert facts["chain"]["hits"][0] > 0, "what was copied out in time is kept"
 
 
-def test_answers_that_tell_their_experts(world: World, model: Callable[..., Path]) -> None:
-    """Nobody knows those of what was loaded, and vLLM's engine ends when it is asked for them."""
-    runner: dict[str, Any] = {"host": HOST.with_name("second_runner.py"), "fresh": True}
-    told = runner | {"enable_return_routed_experts": True, "max_model_len": 1408}
-    answers = []
-    for _ in range(2):
-        with world.engine(model("gpt_oss"), stack=world.stack(), **told) as engine:
-            answers += engine.generate(prompts=[prompt(3, 600)], tokens=3)
-            engine.settle()
-            assert engine.facts()["chain"]["tiers"][1]["blocks"] > 0
-    assert [each["cached"] for each in answers] == [0, 0]
-    assert answers[0]["tokens"] == answers[1]["tokens"]
-
-
 @pytest.mark.parametrize(("family", "tokens"), [("llama", 1), ("gpt_oss", 30)])
 def test_what_others_find_while_it_is_copied_is_kept(
     world: World, model: Callable[..., Path], family: str, tokens: int

@@ -14,7 +14,6 @@ from engines.adapter import make_adapter
 from engines.engine import EngineError
 from engines.world import World, prompt
 
-from kvtier.vllm.hooks import construction
 from kvtier.vllm.hooks.versions import installed
 from kvtier.vllm.identity.namespace_facts import _platform, facts_of
 from kvtier.vllm.identity.weight_fingerprints import fingerprint_weights
@@ -375,29 +374,6 @@ def test_so_is_what_is_no_single_setting(settled: Any, monkeypatch: pytest.Monke
     monkeypatch.setitem(vars(settled), "speculative_config", guessing)
     found.append(facts_of(settled, 1))
     assert all(one not in found[:at] for at, one in enumerate(found))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
-@pytest.mark.parametrize("said", [False, True])
-def test_how_ranks_share_a_context_beside_another_connector(
-    settled: Any, monkeypatch: pytest.MonkeyPatch, said: bool
-) -> None:
-    """Workers see to it by themselves, beside vLLM's Nixl, unless it was said."""
-    from vllm.config import KVTransferConfig
-
-    parallel = vars(settled.parallel_config)
-    monkeypatch.setitem(parallel, "decode_context_parallel_size", 2)
-    monkeypatch.setitem(parallel, "_allow_auto_resolve_cp_interleave_size", not said)
-    connectors = [{"kv_connector": name} for name in ("NixlConnector", "KVTierConnector")]
-    beside = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"connectors": connectors},
-    )
-    construction.watch()
-    alone = facts_of(settled, 1)
-    monkeypatch.setattr(construction, "_outermost", [SimpleNamespace(kv_transfer_config=beside)])
-    assert (facts_of(settled, 1) == alone) is said
 
 
 def test_weights_in_a_folder_of_the_users_choice(

@@ -42,24 +42,6 @@ def test_each_image_has_its_own_blocks(world: World, model: Callable[..., Path])
         found = [look(engine, image) for image in (2, 3, 1)]
         assert found == [warm[2], cold[3], warm[1]], "after kill -9"
 
-    # Without caches of its own vLLM calls the first image of every process the same.
-    uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
-    for image in (1, 2):
-        with world.engine(folder, stack=world.stack(), **uncached) as engine:
-            assert look(engine, image) == cold[image]
-            engine.settle()
-
-
-def test_nothing_is_kept_of_sessions_whose_images_are_counted(
-    world: World, model: Callable[..., Path]
-) -> None:
-    """Nor of requests with images that are only counted: one would find another's."""
-    uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
-    with world.engine(model("blip2"), stack=world.stack(), **uncached) as engine:
-        engine.converse(pieces=[prompt(1, 20), TEXT], tokens=2, more=[{}, {"image": 1}])
-        engine.settle()
-        assert [tier["stored"] for tier in engine.facts()["chain"]["tiers"]] == [0, 0]
-
 
 def test_clients_may_send_no_more_than_without_a_stack(
     world: World, model: Callable[..., Path]
@@ -73,11 +55,3 @@ def test_clients_may_send_no_more_than_without_a_stack(
         assert "ends the engine" not in engine.log.read_text()
     with world.engine(model("blip2"), stack=world.stack(), enable_mm_embeds=True) as engine:
         assert engine.generate(prompts=[TEXT], more=[{"embeddings": [8, 256]}])[0]["tokens"]
-
-
-def test_an_engine_that_leaves_out_our_plugin_is_refused(
-    world: World, model: Callable[..., Path]
-) -> None:
-    others = {"VLLM_PLUGINS": "somebody's"}
-    with pytest.raises(EngineError, match="add kvtier to this variable"):
-        world.engine(model("llama"), stack=world.stack(), environment=others, fresh=True)

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.types import Namespace
-from kvtier.vllm.identity.prompt_keys import Prompt, chunk_keys
-from kvtier.vllm.serving.prompts import read_prompts
+from kvtier.vllm.identity.prompts import Prompt, chunk_keys, read_prompts
 
 TEXT = "What a cache is good for, and for whom. " * 40
 TOKENS = prompt(3, 1100)
@@ -49,7 +48,7 @@ def test_what_an_engine_stored_is_found(
         engine.settle()
     source = world.folder / "stack.yaml"
     source.write_text(yaml.safe_dump(stack))
-    answers = kvtier("explain", prompts, "-c", source, "--model", folder)["answers"]
+    answers = kvtier("explain", "--prompts", prompts, "-c", source, "--model", folder)["answers"]
     for answer in answers:
         assert answer["hits"] == answer["chunks"] > 0
 
@@ -93,7 +92,7 @@ def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., P
     ]
     prompts = world.folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
-    answers = kvtier("explain", prompts, "-c", source)["answers"]
+    answers = kvtier("explain", "--prompts", prompts, "-c", source)["answers"]
     assert [answer["hits"] for answer in answers] == [hits for _, hits in lines]
 
 

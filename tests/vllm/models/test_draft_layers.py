@@ -83,9 +83,9 @@ def test_what_is_kept_beside_a_drafter_is_found(
     with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
         stack.store({BlockKey(key): payload(key, TWO_GROUPS) for key in keys})
         asked = VllmManager(manager(stack).manager, events=False, keeps=False)
-        connector = Made(connector_scheduler=scheduler_with_drafter(asked, beside))
-        cache_groups.correct_groups(connector)
-        asked.keep(cache_groups.group_shapes(connector), lambda _keys, _context: set())
+        scheduler = scheduler_with_drafter(asked, beside)
+        cache_groups.correct_groups(scheduler)
+        asked.keep(cache_groups.group_shapes(scheduler), lambda _keys, _context: set())
         request = Made(
             request_id="r",
             kv_transfer_params=None,
@@ -95,7 +95,6 @@ def test_what_is_kept_beside_a_drafter_is_found(
             block_hashes=HASHES,
             skip_reading_prefix_cache=False,
         )
-        scheduler = connector.connector_scheduler
         scheduler.on_new_request(request)
-        asked.asks("r", 0, request.num_tokens, scarce=False)
+        asked.chain_manager.begin_lookup("r", 0, request.num_tokens, scarce=False)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (found, True)

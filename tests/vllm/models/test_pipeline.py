@@ -52,7 +52,7 @@ def test_ranks_of_a_pipeline_that_hold_different_layers(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
 def test_what_the_first_rank_tells_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.vllm.hooks.pipeline_layers import most_layers
+    from kvtier.vllm.hooks.cache_groups import most_layers
 
     def most(kinds: list[str] | None, total: int, split: str, *groups: list[int]) -> list[int]:
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)

@@ -219,7 +219,7 @@ def test_the_connector_above_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it constructs others from copies: vLLM goes by what is set for the first."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvtier.vllm.hooks import construction
+    from kvtier.vllm.hooks import config as construction
 
     first, ours = Made(kv_transfer_config="first"), Made(kv_transfer_config="ours")
 
@@ -230,8 +230,8 @@ def test_the_connector_above_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
         construction.transfer_configs(ours)
     monkeypatch.setattr(KVConnectorFactory, "create_connector", look)
-    construction.watch()
-    construction.watch()
+    construction.watch_construction()
+    construction.watch_construction()
     assert KVConnectorFactory.create_connector(first) == ["ours", "first"]
     assert KVConnectorFactory.create_connector(ours) == ["ours"]
     assert construction.transfer_configs(ours) == ["ours"], "none is under construction"
@@ -253,7 +253,7 @@ def test_blocks_of_a_context_that_ranks_share_are_longer() -> None:
 @importing
 def test_chunks_with_holes_are_known() -> None:
     """vLLM stores what a request found in its own cache, too: from the middle of a chunk on."""
-    from kvtier.vllm.hooks import request_states
+    from kvtier.vllm.hooks.scheduler import incomplete_chunks
 
     keys = {group: [block_key(bytes([at]) * 8, group) for at in range(3)] for group in (0, 1)}
     groups = [
@@ -268,7 +268,7 @@ def test_chunks_with_holes_are_known() -> None:
     ends = {key: 32 * at for each in keys.values() for at, key in enumerate(each, 1)}
     context = Made(req_id="r", _offload_key_positions=ends)
     offered = [*keys[0], *keys[1]]
-    found = request_states.with_holes(Made(connector_scheduler=scheduler), offered, context)
+    found = incomplete_chunks(scheduler, offered, context)
     assert found == set(keys[0][:2])
 
 
@@ -325,7 +325,7 @@ def test_what_was_passed_over_of_a_window_may_be_anothers_at_the_end() -> None:
     at the last of them anew when a prompt is aborted."""
     from vllm.v1.request import RequestStatus
 
-    from kvtier.vllm.hooks.block_allocation import AllocatedBlocks
+    from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 
     scheduler = with_short_windows()
     request = Made(

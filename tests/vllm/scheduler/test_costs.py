@@ -18,7 +18,7 @@ SLOWER = 20
 def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], family: str) -> None:
     """Be it for a model with one cache group, or with windows beside full attention."""
     stack = world.stack(load_deadline="10min") | {
-        "loads": "worthwhile",
+        "load_policy": "cost_model",
         "mover": {"mode": "threads"},
     }
     with world.engine(model(family), stack=stack, max_num_batched_tokens=1024) as engine:
@@ -63,7 +63,7 @@ def test_a_load_that_several_wait_for_hides_nobody(
 ) -> None:
     """vLLM asks again, step by step, about a prompt whose head is being loaded for another one."""
     stack = world.stack(load_deadline="10min") | {
-        "loads": "worthwhile",
+        "load_policy": "cost_model",
         "mover": {"mode": "threads"},
     }
     head = prompt(1, HIT)
@@ -105,7 +105,7 @@ def test_who_waits_counts_unless_blocks_are_short(
     what is left of a step is less; and about one for which it has no blocks, too."""
     few = {} if blocks is None else {"block_size": 128, "num_gpu_blocks_override": blocks}
     arguments = {"max_num_batched_tokens": 2048, "dtype": dtype, "max_model_len": 1280} | few
-    stack = world.stack() | {"loads": "worthwhile"}
+    stack = world.stack() | {"load_policy": "cost_model"}
     many = [prompt(500 + seed, 1100) for seed in range(12)]
     with world.engine(model(family), stack=stack, **arguments) as engine:
         engine.record_crowds()
@@ -121,7 +121,7 @@ def test_a_load_that_hangs_is_not_waited_for(
 ) -> None:
     """The disk stops amid a load, and goes on only when the prompt has been computed."""
     stack = world.stack(load_deadline="10min") | {
-        "loads": "worthwhile",
+        "load_policy": "cost_model",
         "mover": {"mode": "threads"},
     }
     options = {"max_num_batched_tokens": 1024, "tensor_parallel_size": ranks}
@@ -153,7 +153,7 @@ def test_an_engine_begins_with_what_the_last_one_learned(
 ) -> None:
     """So its first hits are decided by the speeds of this machine."""
     rates = {"path": str(world.folder / "rates")}
-    stack = world.stack(load_deadline="10min") | {"loads": "worthwhile", "rates": rates}
+    stack = world.stack(load_deadline="10min") | {"load_policy": "cost_model", "rates": rates}
     with world.engine(model("llama"), stack=stack) as engine:
         engine.generate(prompts=PROMPTS)
         engine.settle()

@@ -47,7 +47,7 @@ def test_what_waits_is_prefetched(
     world: World, model: Callable[..., Path], reference: list[list[int]], below: bool
 ) -> None:
     """Also below a MultiConnector, with what is served last aborted in the queue."""
-    ahead = {"restart": 0, "memory": 0.75}
+    ahead = {"warmup_share": 0, "memory": 0.75}
     transfer = connector(world.stack() | {"mover": {"mode": "threads"}, "prefetch": ahead})
     if below:
         inner = {"connectors": [transfer]}
@@ -85,7 +85,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing_behind(
     them, they never begin; else many of them begin to load, or to be computed."""
     hostile = [prompt(2000 + seed, 300) for seed in range(40)]
     stack = world.stack(capacity="32MiB") | {"mover": {"mode": "threads"}}
-    stack["prefetch"] = {"restart": 0, "memory": 0.5}
+    stack["prefetch"] = {"warmup_share": 0, "memory": 0.5}
     with world.engine(
         model("llama"), stack=stack, max_num_seqs=1, scheduling_policy="priority"
     ) as engine:
@@ -125,7 +125,7 @@ def test_an_engine_that_starts_has_the_hottest_blocks_at_hand(
         engine.kill()
     for left in world.region.iterdir():
         left.unlink()
-    stack = world.stack() | {"prefetch": {"restart": 0.75}}
+    stack = world.stack() | {"prefetch": {"warmup_share": 0.75}}
     with world.engine(model("llama"), stack=stack) as engine:
         counted = check_quiet(engine)
         assert counted["warmed"] == [0, CHUNKS * len(PROMPTS)]

@@ -15,7 +15,7 @@ def test_a_step_that_computes_a_prompt_ends_with_itself(
 ) -> None:
     """Not with one without tokens that was scheduled before it: it would seem to have taken no
     time, and computing to be cheaper than any load."""
-    stack = world.stack() | {"loads": "worthwhile"}
+    stack = world.stack() | {"load_policy": "cost_model"}
     paced: dict[str, Any] = {"host": HOST.with_name("paced.py")}
     with world.engine(model("llama"), stack=stack, **paced) as engine:
         engine.generate(prompts=[prompt(41, 1100)], tokens=1)
@@ -25,7 +25,7 @@ def test_a_step_that_computes_a_prompt_ends_with_itself(
 def test_an_engine_that_waits_for_a_load_does_not_spin(
     world: World, model: Callable[..., Path]
 ) -> None:
-    """Within its caller's process it would take Python's lock from the threads that load."""
+    """Within its caller's process it would take the GIL from the threads that load."""
     paced: dict[str, Any] = {"host": HOST.with_name("paced.py")}
     stack = world.stack(load_deadline="10min") | {"mover": {"mode": "threads"}}
     with world.engine(model("llama"), stack=stack, **paced) as engine:

@@ -15,7 +15,7 @@ import pytest
 from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
-from kvtier.cost.rates import Run
+from kvtier.cost.rates import LoadRun
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
@@ -65,7 +65,7 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
     from kvtier.vllm import guard
-    from kvtier.vllm.hooks.failure_tolerant_worker import ErrandMetadata
+    from kvtier.vllm.hooks.worker import ErrandMetadata
     from kvtier.vllm.metrics import Meter
 
     @guard.guarded(lambda: "instead")
@@ -78,7 +78,7 @@ def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
         now = [100.0]
         meter = Meter(ChainManager(stack, region="region", ranks=1), lambda: now[0])
         guard.untold()
-        assert meter.read().reduce()["kvtier:mistakes"] == 0
+        assert meter.read().reduce()["kvtier:internal_errors"] == 0
         for told, ranks in ((1, ()), (3, (2,)), (3, (0,)), (7, (1, 2))):
             metas = [ErrandMetadata(mistakes=rank) for rank in ranks]
             for meta in metas[1:]:
@@ -105,16 +105,16 @@ def test_what_the_cost_model_knows_and_leaves_is_told(tmp_path: Path) -> None:
         meter = Meter(ChainManager(stack, region="region", ranks=1, costs=costs), lambda: now[0])
         first = meter.read().reduce()
         assert first["kvtier:prefill_tokens_per_second"] == 0
-        assert first["kvtier:mistakes"] == first["kvtier:corrupt_blocks:('cpu',)"] == 0
+        assert first["kvtier:internal_errors"] == first["kvtier:corrupt_blocks:('cpu',)"] == 0
         assert not [name for name in first if "link" in name], "nothing was measured"
         costs.observe_prefill(2048, 0.5)
         for _ in range(2):
             costs.observe_load("tape", 1 << 20, 8.0)
-        assert costs.admit([Run("tape", 4, 4 << 20)], 16) < 4
+        assert costs.admit([LoadRun("tape", 4, 4 << 20)], 16) < 4
         now[0] += 1
         then = meter.read().reduce()
         assert then["kvtier:prefill_tokens_per_second"] == pytest.approx(4096)
-        assert then["kvtier:left_blocks:('tape',)"] == costs.stats()["tape"].refused
+        assert then["kvtier:hits_skipped_blocks:('tape',)"] == costs.stats()["tape"].refused
         assert then["kvtier:link_bytes_per_second:('tape',)"] > 0
 
 

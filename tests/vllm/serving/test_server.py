@@ -108,7 +108,7 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
     assert server.metric("kvtier:copied_bytes_total") > 0
     assert server.metric("kvtier:transfer_seconds_count", source="cpu", target="nvme") > 0
     assert server.metric("kvtier:queued_blocks") == 0
-    assert server.metric("kvtier:mistakes_total") == 0
+    assert server.metric("kvtier:internal_errors_total") == 0
     tells(server, "vllm:external_prefix_cache_hits_total", chunks * 256)
 
     known = {line.split()[2] for line in server.get("/metrics").splitlines() if "# HELP" in line}
@@ -145,7 +145,7 @@ def check_sleep(server: Server, name: str, text: str) -> None:
     assert server.complete(name, TEXT, 12) == text
     found = hits + len(TEXT) // 256 * 256
     tells(server, "vllm:external_prefix_cache_hits_total", found)
-    assert server.metric("kvtier:mistakes_total") == 0
+    assert server.metric("kvtier:internal_errors_total") == 0
 
 
 REMOTE = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "x"}
@@ -184,7 +184,7 @@ def test_whatever_clients_send_does_no_harm(world: World, model: Callable[..., P
             assert codes <= {200, 400, 500}, more
             server.forget_engine_cache()
             assert serving.ask(server) == text, more
-        assert server.metric("kvtier:mistakes_total") == 0
+        assert server.metric("kvtier:internal_errors_total") == 0
 
 
 def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..., Path]) -> None:
@@ -215,7 +215,7 @@ def test_each_data_parallel_rank_prefetches_for_its_own_queue(
 ) -> None:
     """What one rank has computed is only on the disk for the other one, where it waits."""
     serving = Serving(world, model("llama"))
-    ahead = {"restart": 0, "memory": 0.75}
+    ahead = {"warmup_share": 0, "memory": 0.75}
     serving.stack.write_text(json.dumps(world.stack() | {"prefetch": ahead}))
     texts = [f"{number}: {TEXT}" for number in range(6)]
     flags = ("--data-parallel-size", "2", "--max-num-seqs", "1")
@@ -252,7 +252,7 @@ def test_each_data_parallel_rank_prefetches_for_its_own_queue(
         assert used.keys() == {"0", "1"}
         assert all(used.values()), used
         assert server.metric("kvtier:failed_loads_total") == 0
-        assert server.metric("kvtier:mistakes_total") == 0
+        assert server.metric("kvtier:internal_errors_total") == 0
 
 
 def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None:
@@ -315,7 +315,7 @@ def test_among_several_connectors(world: World, model: Callable[..., Path]) -> N
         flip(region, 1 << 20)
         assert serving.ask(server) == text
         tells(server, "kvtier:failed_loads_total", 1)
-        assert server.metric("kvtier:mistakes_total") == 0
+        assert server.metric("kvtier:internal_errors_total") == 0
     line = r"EngineCore.* WARNING \d\d-\d\d \d\d:\d\d:\d\d .* a load of \d+ blocks for request"
     assert re.search(line, serving.log.read_text()), "in vLLM's own form"
     found = r"EngineCore.* INFO .* found again: cpu \d+ blocks \(.*\), nvme \d+ blocks \("

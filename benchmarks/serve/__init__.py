@@ -1,1 +1,0 @@
-"""vLLM's own benchmark clients against servers."""

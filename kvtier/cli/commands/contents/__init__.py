@@ -1,1 +1,0 @@
-"""What a stack holds: looked at, proved, and removed."""

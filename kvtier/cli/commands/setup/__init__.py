@@ -1,1 +1,0 @@
-"""Stack files, the machine, and the engines that use them."""

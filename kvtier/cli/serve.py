@@ -1,0 +1,264 @@
+"""`kvtier serve`: an OpenAI-compatible vLLM server whose KV cache is kept in a stack."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli import console, options
+from kvtier.cli.inspect import unusable_here
+from kvtier.cli.signals import EXIT_INTERRUPTED
+from kvtier.config import load
+from kvtier.errors import ConfigError, ConfigErrors
+from kvtier.move.process_main import die_with
+from kvtier.vllm.hooks.versions import SERVER, installed
+
+app = options.new_app()
+
+_MODEL = "--model"
+_TRANSFER = "--kv-transfer-config"
+_OFFLOADING = "--kv-offloading-size"
+_HASH = "--prefix-caching-hash-algo"
+_DETAILS = "--enable-prompt-tokens-details"
+_SPACE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+_GRACE = "--shutdown-timeout"
+_GRACE_S = 20
+_SOCKETS_PATH_MAX = 107 - 1 - 36
+"""A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
+_PROCESSORS = Path("/proc/cpuinfo")
+_USAGE = "write kvtier serve MODEL --config stack.yaml -- --port 8001"
+_PROMPT = "Tell me about caches. " * 100
+_CLOSING = "closing (Ctrl-C again interrupts all of it, and once more kills it)"
+REMIND_S = 5.0
+"""How often a server in the foreground is told to close: while vLLM starts, it may forget it."""
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, **options.HELP},
+    epilog="Example: kvtier serve ./model --config stack.yaml -- --port 8001 --max-model-len 8192",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or a name on the Hugging Face hub.")
+    ],
+    config: options.ConfigOption,
+) -> None:
+    """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
+
+    Everything after `--` is passed on to vLLM unchanged.
+    """
+    _check(config)
+    vllm = installed()
+    flags = list(context.args)
+    command = server_command(model, config, flags)
+    prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
+    say_what_to_try(model, flags, config)
+    if vllm.cpu and _value(flags, "--dtype") is None and is_slow_at_halves(_PROCESSORS):
+        console.warn(
+            "this processor has no AVX-512, and computes in bfloat16 or float16, as most models "
+            "are, many times slower than with vLLM's --dtype float32"
+        )
+    sys.stdout.flush()
+    if in_foreground():
+        raise typer.Exit(run_in_foreground(command))
+    os.execv(sys.executable, command)
+
+
+def _check(config: Path) -> None:
+    """Refuse, before vLLM takes half a minute to start, what its engine would refuse."""
+    stack = load(config)
+    if errors := unusable_here(stack):
+        raise ConfigErrors(errors)
+
+
+def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
+    """What runs vLLM's server with kvtier's connector and these flags of the user's."""
+    if model.startswith("-"):
+        raise ConfigError(
+            model, "stands where the model does", f"{_USAGE}: flags of vLLM's come behind the --"
+        )
+    if model.startswith(("/", ".", "~")) and not Path(model).exists():  # no name on a hub does
+        raise ConfigError(model, "there is no such model", "name a folder that exists")
+    if _value(flags, _MODEL) is not None:
+        raise ConfigError(_MODEL, "names another model", "name one, before the --")
+    if _value(flags, _TRANSFER) is not None:
+        raise ConfigError(
+            _TRANSFER,
+            "is what kvtier serve itself gives to vLLM",
+            "to combine connectors, run vLLM's own server: docs/guides/serve.md says how",
+        )
+    if _value(flags, _OFFLOADING) is not None:
+        raise ConfigError(
+            _OFFLOADING,
+            "has vLLM use another connector instead of this stack, without a word",
+            "leave it out: the stack's cpu tier says how much memory is used",
+        )
+    transfer = {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"stack": str(config.absolute())},
+    }
+    command = [sys.executable, "-m", SERVER, _MODEL, model, _TRANSFER, json.dumps(transfer)]
+    if _value(flags, _HASH) is None:
+        command += [_HASH, "sha256_cbor"]
+    if all(_value(flags, flag) is None for flag in (_DETAILS, _DETAILS.replace("--", "--no-", 1))):
+        command.append(_DETAILS)  # so that an answer's usage says how many tokens were cached
+    if _value(flags, _GRACE) is None:
+        command += [_GRACE, str(_GRACE_S)]  # else vLLM kills its engine before that closes anything
+    return [*command, *flags]
+
+
+def prepare_environment(
+    environment: MutableMapping[str, str], model: str, flags: Sequence[str], *, cpu: bool
+) -> None:
+    """Settings that suit the machine, where the user has none of his own."""
+    if Path(model).is_dir():
+        environment.setdefault("HF_HUB_OFFLINE", "1")
+    if len(os.fsencode(tempfile.gettempdir())) > _SOCKETS_PATH_MAX:
+        environment.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # else vLLM does not start
+    if not cpu:
+        return
+    # vLLM binds its threads to cores and lets them spin there; whatever else runs on these cores,
+    # like the copies of this cache, makes each step many times slower.
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+    if all(_value(flags, flag) is None for flag in _SPACE):  # which the variable would override
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def is_slow_at_halves(processors: Path) -> bool:
+    """Whether torch has no instructions here for products of matrices of 16 bit numbers."""
+    try:
+        lines = processors.read_text().splitlines()
+    except OSError:
+        return False
+    features = next((line.split() for line in lines if line.startswith("flags")), None)
+    return features is not None and "avx512bw" not in features  # None: no x86
+
+
+def _value(flags: Sequence[str], name: str) -> str | None:
+    """The value of one of vLLM's flags; the last one counts, and _ is as good as -, as there."""
+    found = None
+    for index, flag in enumerate(flags):
+        written, equals, value = flag.partition("=")
+        if written.replace("_", "-").partition(".")[0] != name:  # --name.part sets a part of it
+            continue
+        if not equals:
+            value = flags[index + 1] if index + 1 < len(flags) else ""
+        found = value
+    return found
+
+
+def say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
+    """Two commands, as they can be typed."""
+    scheme = "http" if _value(flags, "--ssl-certfile") is None else "https"
+    host = _value(flags, "--host") or "localhost"
+    host = f"[{host}]" if ":" in host else host
+    url = f"{scheme}://{host}:{_value(flags, '--port') or '8000'}"
+    name = _value(flags, "--served-model-name") or model
+    body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 16, "temperature": 0})
+    short = shlex.quote(body).replace(_PROMPT, "'\"$PROMPT\"'")
+    console.say(f"kvtier: serving {model} on {url} with {config}. When it is up, try, twice:")
+    console.say()
+    console.say('  PROMPT=$(printf "Tell me about caches. %.0s" $(seq 100))')
+    headers = "-H 'Content-Type: application/json'"
+    if _value(flags, "--api-key") is not None or "VLLM_API_KEY" in os.environ:
+        console.say("  KEY=...  # one that the server takes")
+        headers += ' -H "Authorization: Bearer $KEY"'
+    console.say(f"  curl {url}/v1/completions {headers} -d {short}")
+    console.say(f"  curl -s {url}/metrics | grep ^kvtier")
+    console.say()
+    console.say("Then stop the server, start it again, and send the same: it is still known.")
+    console.say()
+
+
+# -- a server in the foreground of a terminal ------------------------------------------------------
+
+
+def in_foreground() -> bool:
+    """Whether what is typed at a terminal, Ctrl-C too, comes to this process."""
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+def run_in_foreground(command: Sequence[str]) -> int:
+    """Run a server until it ends, or is told to from here; answers with its exit code.
+
+    A terminal sends Ctrl-C to every process in its foreground. vLLM's engine takes that as the
+    first call to stop and the server's own, which follows, as the second: it ends in the middle of
+    closing its tiers. So the server and all it starts are kept out of the foreground, and it alone
+    is told.
+    """
+    signals = _signal_pipe()
+    keeper = os.getpid()
+
+    def stand_apart() -> None:
+        die_with(keeper, signal.SIGTERM)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may print, whatever `stty tostop` says
+
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,  # what asks a question from the background is stopped for good
+        process_group=0,
+        preexec_fn=stand_apart,
+    )
+    ended = os.pidfd_open(server.pid)
+    presses, terminated = 0, False
+    while (code := server.poll()) is None:
+        ready, _, _ = select.select([signals, ended], [], [], REMIND_S)
+        if terminated and not ready:
+            server.terminate()
+        for number in os.read(signals, 64) if signals in ready else b"":
+            presses += number == signal.SIGINT
+            if number == signal.SIGTSTP:
+                _pause(server)
+            elif number == signal.SIGINT and presses > 1:
+                _signal_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
+            else:
+                server.terminate()
+                terminated = True
+                if number == signal.SIGINT:
+                    console.note(_CLOSING)
+    if presses:
+        return EXIT_INTERRUPTED
+    return code if code >= 0 else 128 - code
+
+
+def _signal_pipe() -> int:
+    """From where the numbers of signals can be read from now on; none is lost, or comes while
+    nobody expects it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: None)
+    return reader
+
+
+def _pause(server: subprocess.Popen[bytes]) -> None:
+    _signal_all(server, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _signal_all(server, signal.SIGCONT)
+
+
+def _signal_all(server: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, number)

@@ -1,0 +1,246 @@
+"""Why requests have to ask again, and for how long: for room, for another's load, for a hand-over.
+
+vLLM asks about a request that is put off in each step, for all keys of each, and there may be
+hundreds. As long as nothing has changed since one was told to wait, nobody looks for its blocks
+once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from kvtier.chain.hits import Shape
+from kvtier.chain.plan import COMING, NOWHERE
+from kvtier.chain.tier_chain import TierChain
+from kvtier.cost.model import CostModel
+from kvtier.cost.rates import GRACE_S
+from kvtier.vllm.requests import (
+    Event,
+    HandoverDeferral,
+    LoadDeferral,
+    Requests,
+    RequestState,
+    RoomDeferral,
+)
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0
+"""How long a request waits for room where it is not known how long its prompt takes to compute."""
+_LATE = 2.0
+"""A load that others hold up may take somewhat longer than expected; this one is late."""
+WAIT_S = 1.0
+"""An engine stores a prompt within a second: so long is waited for it at least."""
+_DOUBT_MAX = 8
+"""What comes at all comes within an eighth of a second, mostly: enough to learn that it does."""
+_AWAY = (NOWHERE, COMING)
+_COMPUTE, _EXPECT = "do_remote_decode", "do_remote_prefill"
+
+
+class _Loading(NamedTuple):
+    """A load from a lower tier, and what it was taken to spare."""
+
+    since: float
+    due: float
+    start: int
+    stop: int
+
+
+class LoadDeadlines:
+    """Knows since when each load is under way, and which of them is not worth waiting for any more.
+
+    Nobody knows how long a load will still take that is late. Given up after as long as computing
+    takes, it has cost twice that at most. That holds for an engine that has nothing to compute, and
+    for one load at a time: where several are late, and the engine computes them all, the last would
+    wait for the others longer than for its load. One that was expected to take longer than
+    computing, because it spares others, has longer.
+    """
+
+    def __init__(
+        self, costs: CostModel | None, clock: Callable[[], float], load_seconds: float
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._load_seconds = load_seconds
+        self._loads: dict[int, _Loading] = {}
+        self._given_up: set[int] = set()
+        self._next = 0.0
+        """When another may be given up, though the last has not ended yet."""
+
+    def room_in_time(self, since: float, start: int, stop: int) -> bool:
+        """Whether a request that waits since then had better wait on, because there will be room
+        for its load, and soon. It waits no longer than tokens `start:stop` take to compute, or a
+        load may take where that spares others as much, and not at all for slow loads."""
+        waited = self._clock() - since
+        computing = self._costs.recompute_seconds(start, stop) if self._costs else None
+        if self._costs is None or computing is None:
+            return waited < PATIENCE_S
+        spared = min(self._costs.spared_seconds(start, stop), self._load_seconds)
+        return waited < max(computing, spared) and self._costs.drain_seconds() < computing / 2
+
+    def began(self, number: int, due: float, start: int, stop: int) -> None:
+        """A load began without which the engine has to compute tokens `start:stop`; it is expected
+        to end when it is `due`."""
+        self._loads[number] = _Loading(self._clock(), due, start, stop)
+
+    def ended(self, number: int) -> bool:
+        """It has ended; whether because it was given up."""
+        self._loads.pop(number, None)
+        if number not in self._given_up:
+            return False
+        self._given_up.remove(number)
+        self._next = 0.0  # its prompt is computed from now on
+        return True
+
+    def give_up(self) -> int | None:
+        """The engine has nothing to compute: the load that it had better not wait for any longer,
+        if there is one."""
+        now = self._clock()
+        if self._costs is None or now < self._next:
+            return None
+        for number, (since, due, start, stop) in self._loads.items():
+            computing = self._costs.recompute_seconds(start, stop)
+            if computing is None or number in self._given_up:
+                continue
+            if now - since > max(computing, _LATE * (due - since)) + GRACE_S:
+                self._given_up.add(number)
+                self._next = now + computing
+                return number
+        return None
+
+
+class Deferrals:
+    """Decides which requests are told to ask again, and whether that still holds.
+
+    One whose prompt another engine has computed waits a little for its blocks: no longer than
+    computing them takes, and where they do not come, less each time.
+    """
+
+    def __init__(
+        self,
+        chain: TierChain,
+        requests: Requests,
+        deadlines: LoadDeadlines,
+        costs: CostModel | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._chain = chain
+        self._reservations = chain.reservations
+        self._requests = requests
+        self._deadlines = deadlines
+        self._costs = costs
+        self._clock = clock
+        self._doubt = 1
+
+    def still_holds(
+        self, request: str, state: RequestState, loading: Collection[bytes], *, room_comes: bool
+    ) -> bool:
+        """Whether one that was told to ask again would be told the same: it asks for as much, and
+        nothing has changed. `room_comes` if loads or prefetches are under way, which will let go
+        of what they hold, and `loading` are the blocks that vLLM waits for."""
+        match state.deferral:
+            case HandoverDeferral() as deferral:
+                holds = self._still_to_come(deferral)
+                if holds:
+                    self._requests.on(Event.EXPECTED, request)
+                return holds
+            case RoomDeferral() as deferral:
+                return room_comes and self._still_no_room(request, state, deferral)
+            case LoadDeferral(asked, key, taken):
+                if key not in loading or asked != state.asked:
+                    return False
+                self._reservations.withhold(taken)
+                return True
+        return False
+
+    # room
+
+    def for_room(self, request: str, state: RequestState, end: int) -> None:
+        """Tell a request to wait, of whose prompt up to `end` not all could be reserved, if there
+        will be more room soon."""
+        if state.deferred_since is None:
+            state.deferred_since = self._clock()
+        end, taken = min(state.limit, end), self._taken(state.spare)
+        if self._deadlines.room_in_time(state.deferred_since, state.start, end):
+            state.deferral = RoomDeferral(state.asked, end, state.spare, taken)
+            self._requests.on(Event.LACKS_ROOM, request)
+
+    def _still_no_room(self, request: str, state: RequestState, deferral: RoomDeferral) -> bool:
+        since, spare = state.deferred_since, self._reservations.spare()
+        if since is None or deferral.asked != state.asked:
+            return False
+        if any(now > then for now, then in zip(spare, deferral.spare, strict=True)):
+            return False
+        if not self._deadlines.room_in_time(since, state.start, deferral.end):
+            return False
+        self._requests.on(Event.LACKS_ROOM, request)
+        self._reservations.withhold(deferral.taken)
+        return True
+
+    def _taken(self, spare: Sequence[int]) -> list[int]:
+        """How much was reserved since so much was spare."""
+        pairs = zip(spare, self._reservations.spare(), strict=True)
+        return [max(0, before - left) for before, left in pairs]
+
+    # another's load
+
+    def for_load(
+        self, state: RequestState, shapes: Mapping[int, Shape], loading: Collection[bytes]
+    ) -> None:
+        """vLLM puts off a request with hits: for one of the blocks that are being loaded."""
+        key = state.shared(shapes, loading) if state.deferral is None else None
+        if key is not None:
+            state.deferral = LoadDeferral(state.asked, key, self._taken(state.spare))
+
+    # a hand-over
+
+    def for_handover(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> None:
+        """Tell a request to wait if another engine has computed its prompt, and that may come."""
+        expected = state.expected
+        if expected is None or len(self._chain.tiers) == 1:  # nobody else has its only tier
+            return
+        begins, stop = state.furthest(shapes)
+        places = self._chain.locate(list(begins))
+        lacking = [key for key, at in zip(begins, places, strict=True) if at in _AWAY]
+        if lacking:
+            computing = None
+            if self._costs is not None:
+                computing = self._costs.recompute_seconds(begins[lacking[0]], stop)
+            expected.lacking = lacking[-1]
+            expected.until = expected.since + max(computing or 0.0, WAIT_S) / self._doubt
+            if self._clock() < expected.until:
+                state.deferral = expected
+                self._requests.on(Event.EXPECTED, request)
+                return
+        state.expected = None
+        if lacking and self._doubt < _DOUBT_MAX:  # else of each request, as long as nothing comes
+            logger.info("request %s: what another engine has computed did not come", request)
+        self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
+
+    def _still_to_come(self, expected: HandoverDeferral) -> bool:
+        """Whether nothing has changed: asked in each step, of many that may have long prompts."""
+        if expected.lacking is None or self._clock() >= expected.until:
+            return False
+        return self._chain.locate([expected.lacking])[0] in _AWAY
+
+
+# A router sends a prompt to an engine that is to compute it, and sends what that one answers in
+# `kv_transfer_params` with the same prompt to another. These are the words of vLLM's connectors
+# from engine to engine, so that routers made for them will do.
+
+
+def is_handed_over(said: object) -> bool:
+    """Whether another engine has computed the prompt of a request that came with this."""
+    return _says(said, _EXPECT)
+
+
+def handover_answer(said: object) -> dict[str, bool] | None:
+    """What to tell the engine that goes on with the prompt of a request that came with this; None
+    if there is none."""
+    return {_EXPECT: True, _COMPUTE: False} if _says(said, _COMPUTE) else None
+
+
+def _says(said: object, name: str) -> bool:
+    return isinstance(said, Mapping) and said.get(name) is True

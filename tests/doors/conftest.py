@@ -1,0 +1,37 @@
+"""Tests beside a real neighbour that is too heavy for all others' environments: `make test-doors`
+installs these, and runs what is here. Elsewhere each test says what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from engines.fixtures import environment_as_before, model, world
+from support.processes.dynamo_indexer import PYTHON, Indexer
+
+__all__ = ["environment_as_before", "model", "world"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.doors)
+            item.add_marker(pytest.mark.slow)
+            if "indexer" in item.fixturenames and not (PYTHON.exists() and has_vllm()):
+                item.add_marker(pytest.mark.skip("needs vLLM and Dynamo: make test-doors"))
+
+
+def has_vllm() -> bool:
+    """Of the same name are this project's own tests, a folder without a file of its own."""
+    spec = find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+@pytest.fixture
+def indexer(tmp_path: Path) -> Iterator[Indexer]:
+    """Dynamo's."""
+    indexer = Indexer(tmp_path / "indexer.log")
+    yield indexer
+    indexer.close()

@@ -1,0 +1,75 @@
+"""Threads for calls that their callers may leave behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvtier.system.calls import AbandonableCalls
+
+
+class Panic(BaseException):
+    """Of a library that knows no exceptions."""
+
+
+def test_a_call_that_is_left_behind_frees_its_thread_when_it_ends() -> None:
+    calls, release = AbandonableCalls("test-calls", 2), threading.Event()
+    ended = threading.Semaphore(0)
+
+    def hang() -> None:
+        release.wait(30)
+        ended.release()
+
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            calls.run(hang, 0.01)
+    with pytest.raises(RuntimeError, match="2 calls have not ended"):
+        calls.run(int, 10.0)
+    release.set()
+    for _ in range(2):
+        assert ended.acquire(timeout=30)
+    while True:
+        try:
+            assert calls.run(lambda: 7, 10.0) == 7
+            break
+        except RuntimeError:  # the threads are just coming back
+            continue
+    calls.close()
+    assert not [one for one in threading.enumerate() if one.name == "test-calls"]
+
+
+def test_whatever_a_call_raises_is_raised_where_it_is_waited_for() -> None:
+    calls = AbandonableCalls("test-calls", 1)
+
+    def fail(error: type[BaseException]) -> None:
+        raise error
+
+    for kind in (ValueError, TimeoutError):
+        with pytest.raises(kind):
+            calls.run(lambda kind=kind: fail(kind), 10.0)  # type: ignore[misc]
+    assert calls.run(lambda: "goes on", 10.0) == "goes on"
+    calls.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_leaves_no_caller_waiting_and_is_replaced() -> None:
+    calls = AbandonableCalls("test-calls", 1)
+
+    def die() -> None:
+        raise Panic
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="given up"):
+            calls.run(die, 10.0)
+    assert calls.run(lambda: "goes on", 10.0) == "goes on"
+    calls.close()
+
+
+def test_nothing_of_a_call_is_held_when_it_has_ended() -> None:
+    """A buffer that is held cannot be given back to the system."""
+    calls, memory = AbandonableCalls("test-calls", 1), bytearray(10)
+    for _ in range(3):
+        calls.run(memoryview(memory).tobytes, 10.0)
+    calls.close()
+    memory.extend(b"x")  # which raises while anybody holds a view
