@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvtier.backends.cpu.medium import ROWS_MAX, Geometry, Mark, Region, marks_named
@@ -91,6 +91,7 @@ def in_use(root: Path) -> bool:
 class CpuFolder(SlabFolder):
     """One namespace's part of the folder. Whoever owns slabs there has them mapped."""
 
+    flags = layout.FLAG_MAPPED
     between_s = 0.4
     """A new engine waits for its first slab."""
 
@@ -155,6 +156,11 @@ class CpuFolder(SlabFolder):
         free = (free if left is None else min(free, left)) + taken_ahead(path)
         return min(limits.capacity, used + free)
 
+    def last_used(self, slab_id: int) -> float:
+        """From the entries, as a mapping leaves the file's time alone."""
+        used = self.region.last_used(slab_id)
+        return super().last_used(slab_id) if used is None else used
+
     def changed_ns(self, slab_id: int) -> int:
         """Not a time: who writes to a mapping leaves that alone. A number that changes with the
         entries, and with the owner."""
@@ -170,8 +176,12 @@ class CpuFolder(SlabFolder):
 # -- what nobody comes back to -----------------------------------------------------------------
 
 
-def note_use(root: Path, keep_s: float) -> None:
-    """Say that the folder is in use now, and for how long it is kept when it is not."""
+def note_use(root: Path, keep_s: float, tables: Iterable[Path] = ()) -> None:
+    """Say that the folder is in use now, and these slabs, and for how long it is kept when it is
+    not: who writes to a mapping leaves the times of files alone."""
+    for table in tables:
+        with contextlib.suppress(OSError):
+            os.utime(table)
     with contextlib.suppress(OSError):
         fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

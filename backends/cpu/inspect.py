@@ -63,12 +63,13 @@ class CpuInspector(FolderInspector[CpuSettings]):
         """All folders that nobody will come back to; of these, the stack's also if it is idle for
         so long: others lie beside it, and were not asked about."""
         path, what = Path(self.settings.path), "memory that nobody will come back to"
-        for root in leftovers(path, time.time()):
-            if root != self.root:
-                yield Garbage(what, str(root), size_below(root), partial(remove, root))
+        left = leftovers(path, time.time())
+        for root in left:
+            yield Garbage(what, str(root), size_below(root), partial(remove, root))
         for file in former_regions(path):
             yield from of_file("memory of a kvtier before this one", file, partial(_unlink, file))
-        yield from super().garbage(idle_s)
+        if self.root not in left:
+            yield from super().garbage(idle_s)
 
     def checks(self) -> Iterator[Finding]:
         return check_memory(self.area(), self.settings, self.root)

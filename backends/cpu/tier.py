@@ -254,10 +254,15 @@ class CpuTier(FolderTier):
         now = time.monotonic()  # a clock that is put back must not keep it from being said
         if now >= self._next_note:
             self._next_note = now + _NOTE_USE_S
-            note_use(self._root, self._keep_s)
+            self._note_use()
         if self._pinning and now >= self._next_pins:
             self._next_pins = now + _PINS_S
             self._pinning = not self._pins_are_made()
+
+    def _note_use(self) -> None:
+        own = [place.slab.id for place in list(self._places.by_slab.values()) if place.mine]
+        tables = map(self._keeper.folder.table_path, own)
+        note_use(self._root, self._keep_s, tables)
 
     @property
     def has_room(self) -> bool:
@@ -281,7 +286,7 @@ class CpuTier(FolderTier):
         return stats
 
     def close(self) -> None:
-        note_use(self._root, self._keep_s)
+        self._note_use()
         super().close()
         self._entries = np.empty(0, layout.ENTRY_DTYPE)
         self.region.close()

@@ -17,7 +17,7 @@ import msgspec
 
 from kvtier.errors import FormatError, MediumError, NewerFormat
 from kvtier.slab import layout
-from kvtier.slab.layout import ENTRY_BYTES, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
+from kvtier.slab.layout import ENTRY_BYTES, FLAG_MAPPED, SLOTS_MAX, TABLE_AT, SlabHeader, entry_at
 from kvtier.system.disk import Disk, is_locked, lock_within
 from kvtier.types import BlockKey
 
@@ -216,18 +216,32 @@ def take_away(disk: Disk, path: Path) -> None:
 
 
 def remove_slab(disk: Disk, table: Path) -> None:
-    """Delete a slab; whoever has it open or mapped finds zeros there, so that its room is free at
-    once. A file with another name elsewhere is not only ours, and keeps what is in it."""
-    data = table.with_suffix(DATA_SUFFIX)
+    """Delete a slab; whoever has it open finds it empty, or zeros if it may be mapped, so that its
+    room is free at once. A file with another name elsewhere is not only ours, and keeps what is in
+    it."""
+    data, mapped = table.with_suffix(DATA_SUFFIX), _is_mapped(table)
     disk.unlink(table)
     with contextlib.suppress(OSError):
         fd = disk.open(data)
         try:
-            if os.fstat(fd).st_nlink == 1:
+            if os.fstat(fd).st_nlink == 1 and mapped:
                 disk.empty(fd)
+            elif os.fstat(fd).st_nlink == 1:
+                os.ftruncate(fd, 0)
         finally:
             disk.close(fd)
     disk.unlink(data)
+
+
+def _is_mapped(table: Path) -> bool:
+    """Whether processes that use a slab have it mapped; what cannot be told may be so."""
+    with contextlib.suppress(FormatError, OSError):
+        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return bool(SlabHeader.unpack(os.pread(fd, TABLE_AT, 0)).flags & FLAG_MAPPED)
+        finally:
+            os.close(fd)
+    return True
 
 
 def remove_bare_home(path: Path) -> None:

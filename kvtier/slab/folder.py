@@ -125,6 +125,8 @@ class SlabFolder:
 
     between_s = 1.0
     """How often a keeper looks after more than what others have written."""
+    flags = 0
+    """What the headers of its slabs say of them."""
     aligned = 1
     """The slots of each slab have a range of numbers whose length is a multiple of this."""
     settled_ns = 2_500_000_000

@@ -67,6 +67,8 @@ USES_MAX = 0xFFFFFFFF
 # magic, version, flags, slots, slot bytes, data offset, slab id, namespace
 _HEADER = struct.Struct("<8sHHIQQI16s")
 _HEADER_SUM = struct.Struct("<Q")
+FLAG_MAPPED = 2
+"""Who uses it has mapped its files, which must not be cut."""
 FLAG_DISCARD = 1
 """Nobody wants these blocks once the process is gone."""
 CHANGES_AT = 120

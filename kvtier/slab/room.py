@@ -216,7 +216,7 @@ def _plan_slab(folder: SlabFolder, slots_max: int, limits: Limits) -> SlabHeader
         data_at=0,
         slab_id=_new_id(folder),
         namespace=folder.namespace.digest,
-        flags=FLAG_DISCARD if limits.discard else 0,
+        flags=folder.flags | (FLAG_DISCARD if limits.discard else 0),
     )
 
 

@@ -17,6 +17,7 @@ from kvtier.cli import inspect as work
 from kvtier.cli.inspect import bounded_map
 from kvtier.record.codec import Codec
 from kvtier.record.record import HEADER_BYTES, Header, part_sum, put_sum
+from kvtier.slab.files import is_empty
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
 

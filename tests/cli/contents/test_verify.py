@@ -120,7 +120,7 @@ class TestVerify:
         assert "write a number" in command("verify", "-c", filled, "--sample", "0%").err
 
     @pytest.mark.parametrize(
-        "pattern", ["*.slab", pytest.param("*.region", marks=pytest.mark.slow)]
+        "pattern", ["*.slab", pytest.param("host/**/*.slab", marks=pytest.mark.slow)]
     )
     def test_repair_takes_it_out_of_use(self, filled: Path, tmp_path: Path, pattern: str) -> None:
         slab = one(tmp_path, pattern)
@@ -205,7 +205,7 @@ class TestVerify:
         assert command("ls", "-c", stack_file).code == 0
 
     def test_a_damaged_region_is_removed(self, filled: Path, tmp_path: Path) -> None:
-        region = one(tmp_path, "*.region")
+        region = one(tmp_path, "host/**/*.slab")
         flip(region, 20)
         assert command("verify", "-c", filled).code == 1
         assert command("verify", "-c", filled, "--repair").code == 0

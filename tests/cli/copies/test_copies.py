@@ -150,7 +150,7 @@ class TestPrewarm:
             done = command("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
         assert done.code == 1
         assert "stop its engine" in done.err
-        assert len(list((fresh.parent / "host").glob("*~2.region"))) <= 1
+        assert len(list((fresh.parent / "host").glob("*~2"))) <= 1
 
     @every_kind
     def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.medium import SLOT_MASK, NvmeSpec
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import Buffer
 from kvtier.settings import ByteSize, Capacity, Durability
