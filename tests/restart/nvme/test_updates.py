@@ -95,7 +95,7 @@ def test_much_news_is_taken_in_a_little_at_each_call_but_at_once_if_nobody_asks(
     assert slabs >= 3
     heir.tier.tick()
     assert len(heir.keeper.updates) == slabs - 1
-    monkeypatch.setattr(tier_module.FolderTier, "idle_s", 0.0)
+    monkeypatch.setattr(heir.tier.turns, "_idle_s", 0.0)
     for _ in range(2):
         heir.keeper.when_idle()
     assert not heir.keeper.updates
