@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from kvtier.backends.cpu.folder import (
     remove,
     root_of,
     said_of_idle,
+    tidy_up,
 )
 from kvtier.backends.cpu.medium import CpuHandler, CpuSpec, Region, marks_named, marks_of
 from kvtier.backends.cpu.memory import (
@@ -143,7 +145,7 @@ class CpuBackend(Backend[CpuSettings]):
                 f"cannot open the CPU memory of {context.engine!r} in {root}: its engine makes it "
                 "first"
             )
-        return CpuHandler(Region.attach(found[0]))
+        return CpuHandler(Region.attach(found[0]), partial(tidy_up, root))
 
     def attach(self, path: Path) -> Region:
         return Region.attach(path)

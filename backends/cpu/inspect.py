@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,7 +26,7 @@ from kvtier.backends.cpu.folder import (
 )
 from kvtier.backends.cpu.medium import engine_of
 from kvtier.backends.cpu.memory import no_huge_pages
-from kvtier.errors import MediumInUse
+from kvtier.errors import KVTierError, MediumInUse
 from kvtier.inspect import Finding, Garbage, Level, Reach
 from kvtier.inspect.contents import of_file, size_below, standing
 from kvtier.inspect.measuring import refuse_without_room
@@ -65,7 +67,8 @@ class CpuInspector(FolderInspector[CpuSettings]):
         path, what = Path(self.settings.path), "memory that nobody will come back to"
         left = leftovers(path, time.time())
         for root in left:
-            yield Garbage(what, str(root), size_below(root), partial(remove, root))
+            if root.exists():
+                yield Garbage(what, str(root), size_below(root), partial(remove, root))
         for file in former_regions(path):
             yield from of_file("memory of a kvtier before this one", file, partial(_unlink, file))
         if self.root not in left:
@@ -85,6 +88,7 @@ class CpuInspector(FolderInspector[CpuSettings]):
         refuse_without_room(standing(folder), room)
         yield msgspec.structs.replace(
             self.settings,
+            name=f"bench-{os.getpid()}",
             capacity=Capacity(ByteSize(room)),
             write=WritePolicy.THROUGH,
             persistence=Persistence.DISCARD,
@@ -93,17 +97,31 @@ class CpuInspector(FolderInspector[CpuSettings]):
 
     def filling(self) -> CpuFilling:
         given = self.opener, self.settings, self.context, self.capacity()
-        return CpuFilling(*given, root=self.root)
+        return CpuFilling(*given, inspector=self)
 
 
 class CpuFilling(FolderFilling[CpuSettings]):
     """Fills memory that no engine uses meanwhile: of one that runs it would take room."""
+
+    one_namespace = "host memory"
+
+    def __init__(self, *args: Any, inspector: CpuInspector) -> None:
+        super().__init__(*args, root=inspector.root)
+        self._inspector = inspector
 
     def check(self, namespace: Namespace) -> None:
         if in_use(self.root):
             raise MediumInUse(
                 f"the CPU memory in {self.root} is in use: stop its engines, or fill a tier below"
             )
+        for part in self._inspector.look().parts:
+            if part.namespace != namespace.id and part.blocks:
+                other = part.namespace[:12]
+                raise KVTierError(
+                    f"the CPU memory in {self.root} holds {part.blocks} blocks of the namespace "
+                    f"{other}, and would hold this one instead: remove them (kvtier clear {other} "
+                    "--tier cpu), or fill another tier"
+                )
 
     def tier_context(self, namespace: Namespace) -> TierContext:
         context = super().tier_context(namespace)

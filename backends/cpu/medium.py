@@ -444,8 +444,10 @@ class Region:
 class CpuHandler(RegionHandler):
     """Records in place, for the mover and for whoever copies in the scheduler's process."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, then: Callable[[], None] = lambda: None) -> None:
+        """Closes the region, and does what is to be done `then`."""
         self.region: Region = region
+        self._then = then
 
     def _slots(self, spec: LoadStoreSpec) -> list[int]:
         self.region.refresh()
@@ -487,3 +489,4 @@ class CpuHandler(RegionHandler):
 
     def close(self) -> None:
         self.region.close()
+        self._then()

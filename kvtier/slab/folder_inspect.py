@@ -297,7 +297,10 @@ def _idle_for(home: Path, idle_s: float | None) -> bool:
 
 def _remove_idle_home(root: Path, home: Path, idle_s: float | None) -> bool:
     used = home.exists() and not _idle_for(home, idle_s)
-    return not used and remove_home(root, home)
+    try:
+        return not used and remove_home(root, home)
+    except FileNotFoundError:  # not even the folder is there
+        return True
 
 
 def remove_home(root: Path, home: Path) -> bool:

@@ -344,7 +344,9 @@ def test_garbage_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_host_memory_of_another_model_is_not_replaced(filled: Path, tmp_path: Path) -> None:
-    with Stack(load(filled), OTHER, engine="of-another") as stack:
+    other = tmp_path / "another.yaml"
+    other.write_text(filled.read_text().replace("name: cli", "name: another"))
+    with Stack(load(other), OTHER) as stack:
         key = make_keys(1)[0]
         stack.store({key: payload(key, OTHER)})
         assert stack.settle()
@@ -352,8 +354,8 @@ def test_host_memory_of_another_model_is_not_replaced(filled: Path, tmp_path: Pa
     assert done.code == 1
     assert "kvtier clear" in done.err
     (place,) = look(load(filled), 0)
-    held = [slab for slab in place.slabs if slab.engine == "cli"]
-    assert [(slab.namespace, blocks_in(slab)) for slab in held] == [(NAMESPACE.id, BLOCKS)]
+    found = [(part.namespace, part.blocks) for part in place.contents.parts]
+    assert found == [(NAMESPACE.id, BLOCKS)]
     assert command("clear", "-c", filled, "--tier", "cpu", "--yes").code == 0
     assert command("prewarm", "-c", filled, "--into", "cpu", "--namespace", OTHER.id).code == 0
 
