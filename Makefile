@@ -106,10 +106,10 @@ bench-agents: $(VLLM_STAMP)
 bench-trace: $(VLLM_STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.trace
 
-# vLLM's own clients against servers; MULTI_TURN=vllm/benchmarks/multi_turn adds vLLM's chats.
+# vLLM's own clients against servers; MULTI_TURN=vllm/benchmarks/multi_turn adds vLLM's chats, TRACE=... a trace.
 bench-serve: $(VLLM_STAMP)
 	@[ -z "$(MULTI_TURN)" ] || $(VLLM_BIN)/pip install --quiet 'pandas>=2,<4' 'xlsxwriter>=3.2,<4'
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.serve
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.serve
 
 # The tests on a real engine alone; then those on the newest version.
 test-vllm: $(VLLM_STAMP) $(STAMP)

@@ -96,8 +96,6 @@ class ExtraMissing(KVTierError):
         super().__init__(f"{feature} needs an optional package: pip install 'kvtier[{extra}]'")
 
 
-# What an error of the system means to a person, and what to do about it.
-
 MORE_MEMORY = "free some, or raise the limit (ulimit -v, or the container's)"
 _REMEDIES = {
     errno.EACCES: "run this as its owner, or change its rights",

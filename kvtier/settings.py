@@ -290,8 +290,6 @@ def schema_hook(kind: type[Any]) -> dict[str, Any]:
     raise TypeError(f"no schema for {kind.__name__}")
 
 
-# The settings that every tier has.
-
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 """No medium gains from more, and a machine has only so many."""
@@ -386,8 +384,6 @@ def check_capacity(capacity: Capacity, size: int, least: int) -> None:
         raise ConfigError(".capacity", problem, f"write at least {least} bytes{hint}")
 
 
-# What is brought into CPU memory before anybody asks for it, and how much of it.
-
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 """A part of a whole: 0 is nothing, 1 is all of it."""
 
@@ -409,9 +405,6 @@ class PrefetchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tiers, before anybody asks for them; 0 turns this off."""
 
 
-# How much of each tier is kept for those who ask for it, and for how long.
-
-
 class RetainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is kept because a request, a hint or `kvtier pin` asked for it."""
 
@@ -422,8 +415,6 @@ class RetainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Upper bound and default of a retention's TTL, counted from the last request for it. What
     `kvtier pin` has pinned stays."""
 
-
-# Whether a tier may keep its files in a folder, said before anything is opened.
 
 _SHORT = re.compile(r"^~(?=/|$)|\$([A-Za-z_][A-Za-z0-9_]*)")
 """What a shell would replace."""

@@ -19,9 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.eviction.belady import replay_belady
 from benchmarks.eviction.reference_policies import EVERY_POLICY, new_policy
-from benchmarks.eviction.replay import block_keys, replay
+from benchmarks.eviction.replay import block_keys, replay, replay_belady
 from benchmarks.eviction.workloads import CAPACITIES, WORKLOADS
 from benchmarks.report import Report
 from kvtier.cli.trace_simulation import Request, read_trace

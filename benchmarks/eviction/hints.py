@@ -17,9 +17,8 @@ import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from benchmarks.eviction.belady import replay_belady
 from benchmarks.eviction.reference_policies import new_policy
-from benchmarks.eviction.replay import replay
+from benchmarks.eviction.replay import replay, replay_belady
 from benchmarks.report import Report
 from kvtier.cli.trace_simulation import Request
 from kvtier.core.retained.retained_blocks import RetainedBlocks

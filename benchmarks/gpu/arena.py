@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, cut
+from kvtier.device.copier import CopyJob
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.device import Cuda, CudaRegistrar
-from kvtier.device.pinned import PinnedMemory
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
+from kvtier.device.pinned import PinnedMemory, PinPlan
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import Buffer, record_bytes
 from kvtier.slab import layout as table
@@ -90,16 +92,12 @@ class Arena:
         self.host = Host(records, record_bytes(max(layout.part_bytes)))
         slot_bytes = len(self.host.record(0))
         device = device or Cuda(0)
-        memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(device.cudart))
+        memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(device.cudart), PinPlan())
         self.copier = CudaCopier(
-            layout,
+            RankRecords(layout, self.host, NAMESPACE),
             device,
-            self.host,
-            NAMESPACE,
             threads=4,
-            prepare=memory.pin_first,
-            follow=memory.pin_rest,
-            on_close=memory.close,
+            memory=memory,
         )
         assert self.copier.prepared.wait(120), "pinning the region takes too long"
         self._names = itertools.count()
@@ -114,23 +112,25 @@ class Arena:
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
         return cls(torch, pool, layout, records, device)
 
-    def shuffled(self) -> Blocks:
+    def shuffled(self) -> DeviceBlocks:
         """Blocks in an order that leaves no neighbours to merge."""
         ids = self._random.permutation(self.layout.blocks)[: self.count]
-        return Blocks(ids, [self.count], [0])
+        return DeviceBlocks(ids, [self.count], [0])
 
-    def keys(self, blocks: Blocks) -> list[BlockKey]:
+    def keys(self, blocks: DeviceBlocks) -> list[BlockKey]:
         """A name for every record that a job has."""
-        groups = cut(self.layout, blocks).group.tolist()
+        groups = cut(self.layout, blocks).groups
         return [block_key(at.to_bytes(8, "big"), group) for at, group in enumerate(groups)]
 
-    def submit(self, kind: TransferKind, slots: range, blocks: Blocks) -> int:
+    def submit(self, kind: TransferKind, slots: range, blocks: DeviceBlocks) -> int:
         keys = self.keys(blocks)
         state = table.VALID if kind is LOAD else table.RESERVED
         for slot, key in zip(slots, keys, strict=True):
             self.host.entries[slot] = table.pack_entries(state, [key], 1, 0)
         name = next(self._names)
-        job = Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+        job = CopyJob(
+            id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf")
+        )
         self.copier.submit(job)
         return name
 
@@ -152,7 +152,7 @@ class Arena:
             self._finished.add(result.id)
         return len(names & self._finished)
 
-    def move(self, kind: TransferKind, blocks: Blocks) -> None:
+    def move(self, kind: TransferKind, blocks: DeviceBlocks) -> None:
         self.finish([self.submit(kind, range(len(cut(self.layout, blocks))), blocks)])
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu.arena import LAYERS, LOAD, STORE, Arena, chunk_of, even_layout, seconds_of
 from benchmarks.report import Report
-from kvtier.device.copier import Blocks
+from kvtier.device.layout import DeviceBlocks
 
 SIZE = 4 << 30
 SIDE = 8192
@@ -78,13 +78,13 @@ class Duplex:
         pool, layout = even_layout(torch, page, 2 * records * per_chunk, per_chunk)
         self.arena = arena = Arena(torch, pool, layout, records)
         ids, count = arena.shuffled().ids, self.half * per_chunk
-        self._loads = Blocks(ids[:count], [count], [0])
-        self._stores: list[tuple[range, Blocks]] = []
+        self._loads = DeviceBlocks(ids[:count], [count], [0])
+        self._stores: list[tuple[range, DeviceBlocks]] = []
         each = -(-self.half // JOBS)
         for first in range(self.half, records, each):
             slots = range(first, min(first + each, records))
             mine = ids[first * per_chunk :][: len(slots) * per_chunk]
-            self._stores.append((slots, Blocks(mine, [len(mine)], [0])))
+            self._stores.append((slots, DeviceBlocks(mine, [len(mine)], [0])))
         arena.finish([arena.submit(STORE, self._low, self._loads)])
         self.bytes = 4 * arena.bytes // 2
         self.outlasted = True

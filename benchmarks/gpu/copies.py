@@ -25,7 +25,7 @@ from benchmarks.gpu.kernels import steps_of_a_batch
 from benchmarks.gpu.parts import PART_SECONDS, answer_of, run_part
 from benchmarks.gpu.timeline import timeline
 from benchmarks.report import Report
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 
 TURN_BYTES = 4 << 30
 PAGES = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 10]
@@ -128,11 +128,11 @@ def identity(torch: Any, report: Report) -> None:
         skip, end = (int(each) for each in random.integers(1, per_chunk, 2))
         end = count - end
         away, back = ids[: 2 * count], ids[2 * count :]
-        arena.move(STORE, Blocks(away, [count, count], [0, 0]))
+        arena.move(STORE, DeviceBlocks(away, [count, count], [0, 0]))
         before = [pool.clone() for pool in pools]
         left = [back[first + skip : first + end] for first in (0, count)]
         sizes = [end - skip] * 2
-        arena.move(LOAD, Blocks(np.concatenate(left), sizes, [skip, skip]))
+        arena.move(LOAD, DeviceBlocks(np.concatenate(left), sizes, [skip, skip]))
         for group, refs in enumerate(layout.groups):
             sources = torch.from_numpy(away[group * count + skip : group * count + end]).cuda()
             targets = torch.from_numpy(left[group]).cuda()

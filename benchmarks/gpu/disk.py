@@ -19,9 +19,10 @@ from kvtier.backends.nvme import BACKEND as NVME
 from kvtier.backends.nvme import NvmeSettings
 from kvtier.chain.context import ChainContext
 from kvtier.chain.tier_chain import TierChain
-from kvtier.device.copier import Blocks, Job
+from kvtier.device.copier import CopyJob
 from kvtier.device.cuda.device import open_copier
 from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
+from kvtier.device.layout import DeviceBlocks
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import TransferKind
 from kvtier.move.threads import ThreadMover
@@ -66,7 +67,6 @@ class DiskArena:
         self.copier = open_copier(
             layout,
             region,
-            region.data,
             namespace.digest,
             index=0,
             open_direct=lambda: access.open(layout, namespace.digest),
@@ -74,7 +74,9 @@ class DiskArena:
         assert self.copier.prepared.wait(SECONDS_MAX), "pinning the region takes too long"
         self.keys = [block_key(at.to_bytes(8, "big")) for at in range(records)]
         ids = np.random.default_rng(0).permutation(2 * count)
-        self.away, self.back = (Blocks(mine, [count], [0]) for mine in (ids[:count], ids[count:]))
+        self.away, self.back = (
+            DeviceBlocks(mine, [count], [0]) for mine in (ids[:count], ids[count:])
+        )
 
     def fill(self) -> None:
         """All records on disk."""
@@ -87,10 +89,10 @@ class DiskArena:
             self.chain.poll()
         assert self.chain.stats().blocks == 2 * self.records, "the disk did not take everything"
 
-    def _copy(self, kind: TransferKind, spec: Any, blocks: Blocks, files: Any = None) -> None:
+    def _copy(self, kind: TransferKind, spec: Any, blocks: DeviceBlocks, files: Any = None) -> None:
         slots: Sequence[int] = spec.slots if files is None else [-1] * self.records
         end = time.monotonic() + SECONDS_MAX
-        job = Job(
+        job = CopyJob(
             id=0,
             kind=kind,
             keys=self.keys,

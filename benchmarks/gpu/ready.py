@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.device.cuda.device import CudaRegistrar
-from kvtier.device.pinned import PinnedMemory
-from kvtier.device.queue import Steps
+from kvtier.device.pacing import EngineSteps
+from kvtier.device.pinned import PinnedMemory, PinPlan
 from kvtier.slab.layout import PIECE_BYTES
 from kvtier.system import memory as taking
 from kvtier.system.memory import GIB, address_of, populate
@@ -35,10 +35,10 @@ BESIDE_S = 5.0
 _BUILD = """
 import time
 import torch
-from kvtier.device.cuda import runtime_copies, staging_buffers
+from kvtier.device.cuda import runtime, staging_buffers
 torch.zeros(1, device="cuda")
 began = time.monotonic()
-staging_buffers.try_out(torch, 0, runtime_copies.runtime_copy(torch))
+staging_buffers.try_out(torch, 0, runtime.runtime_copy(torch))
 print(time.monotonic() - began)
 """
 
@@ -98,8 +98,8 @@ def pin(registrar: CudaRegistrar, fd: int, size: int, *, map_first: bool) -> Non
 
 def launch_beside(torch: Any, registrar: CudaRegistrar | None, view: memoryview) -> None:
     """How long the launches of a loop take that stands for an engine, alone or beside pinning."""
-    steps, stopping, number = Steps(), threading.Event(), torch.zeros(1024, device="cuda")
-    memory = PinnedMemory(view, SLOT_BYTES, registrar, steps=steps) if registrar else None
+    steps, stopping, number = EngineSteps(), threading.Event(), torch.zeros(1024, device="cuda")
+    memory = PinnedMemory(view, SLOT_BYTES, registrar, PinPlan(steps)) if registrar else None
     steps.began()
     thread = threading.Thread(target=memory.pin_rest, args=(stopping,)) if memory else None
     if thread is not None:

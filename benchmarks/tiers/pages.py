@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.backend import TierContext, backend
 from kvtier.interfaces.handler import Handler, HostRegion, RegionHandler
 from kvtier.interfaces.mover import TransferKind
@@ -118,17 +120,17 @@ class Pages:
     ) -> tuple[Callable[[Sequence[BlockKey], Sequence[int]], Callable[[], None]], CpuCopier]:
         """What begins to copy records of a region as they arrive there, and answers with what waits
         for their end; and the copier to close."""
-        copier = CpuCopier(self._layout, self._arrays, region, namespace)
+        copier = CpuCopier(RankRecords(self._layout, region, namespace), self._arrays)
         numbers = itertools.count(1)
         ids = self._ids.ravel()
 
         def begin(keys: Sequence[BlockKey], slots: Sequence[int]) -> Callable[[], None]:
-            job = Job(
+            job = CopyJob(
                 id=next(numbers),
                 kind=TransferKind.LOAD,
                 keys=keys,
                 slots=slots,
-                blocks=Blocks(ids, [len(ids)], [0]),
+                blocks=DeviceBlocks(ids, [len(ids)], [0]),
                 deadline=float("inf"),
             )
             copier.submit(job)

@@ -71,7 +71,7 @@ def _http() -> Target:
 def _answers() -> tuple[list[bytes], object]:
     outcomes = [Outcome.OK, Outcome.GONE]
     result = TransferResult(id=7, outcomes=outcomes, bytes_moved=9, seconds=0.1, busy_seconds=0.1)
-    ended = protocol.Ended([result])
+    ended = protocol.TransferEnded([result])
     ready = protocol.Ready([True, False], {kind: [1.0, 2.0] for kind in TransferKind})
     messages = (ended, ready, protocol.Failed("no disk"))
     return [bytes(protocol.frame(each)) for each in messages], protocol.answers

@@ -1,4 +1,9 @@
-"""How much of a prompt is worth loading: prefixes, windows, and groups of layers."""
+"""How much of a prompt is worth loading: prefixes, windows, and groups of layers.
+
+A group with a window needs only the last chunks before the end of a hit, a recurrent state only the
+very last, and a hit ends where every group has what it needs. So a longer hit is not a shorter one
+and something more: each is an offer of its own.
+"""
 
 from __future__ import annotations
 
@@ -136,12 +141,6 @@ def woven(spans: Sequence[Span], ends: Collection[int]) -> list[BlockKey]:
     return [key for _, _, key in grown]
 
 
-# How far a request's hit may reach, what each reach takes, and which of them is worth it.
-#
-# A group with a window needs only the last chunks before the end of the hit, a recurrent state
-# only the very last, and a hit ends where every group has what it needs. So a longer hit is not a
-# shorter one and something more, and each is an offer of its own.
-
 OFFERS_MAX = 32
 """How finely the cost model looks at a long prompt."""
 
@@ -187,8 +186,8 @@ def stops(
     for stop in range(start // step * step + step, end + 1, step):
         ranges = [span.needed(start, stop) for span in spans]
         if _count(missing, ranges) == 0:
-            crowded = any(_count(sums, ranges) > most for most, sums in queued)
-            if crowded or _count(taking, ranges) > room.slots:
+            queue_full = any(_count(sums, ranges) > most for most, sums in queued)
+            if queue_full or _count(taking, ranges) > room.slots:
                 return found, True
             found.append(stop)
     return found, False

@@ -170,7 +170,7 @@ class Ledger:
                 self.abandon([move.transfer.id])
 
     def abandon(self, ids: Iterable[int]) -> list[int]:
-        """Let nobody join these transfers any more; answers with those still under way."""
+        """Close these transfers to further requests; answers with those still under way."""
         known = [id for id in ids if id in self._moves]
         for move in [self._moves[id] for id in known]:
             if move.joinable:
@@ -246,7 +246,7 @@ class Ledger:
         return taken
 
     def refuse(self, transfer: Transfer) -> None:
-        """The mover did not take it: as if it had never been."""
+        """Undo a transfer that the mover did not take."""
         for ticket in self._moves[transfer.id].waiters:
             ticket.pending.difference_update(transfer.keys)
             ticket.unsettled.difference_update(transfer.keys)
@@ -384,9 +384,6 @@ class Ledger:
         held += [keys for t in self._tickets for at, keys in t.pinned_files if at == tier]
         held += [m.keys for m in self._moves.values() if m.transfer.source == tier]
         return list(dict.fromkeys(key for keys in held for key in keys))
-
-
-# What is in flight: moves between tiers, and the tickets of requests that wait for them.
 
 
 class Ticket:
@@ -538,12 +535,12 @@ class Move:
         self.joinable = transfer.kind is TransferKind.LOAD
         self.waiters: list[Ticket] = []
         self.voided: dict[BlockKey, Outcome] = {}
-        """Will be aborted whatever the mover says: dropped or found bad meanwhile."""
+        """Blocks that are aborted whatever the mover reports: dropped or found bad meanwhile."""
 
 
 class HeldSlots:
-    """Slots of blocks that have failed, kept while somebody may still be reading them: a block may
-    have landed, and been shown to its readers, before its transfer failed."""
+    """Slots of failed blocks that are kept while a reader may still look at them: a block may have
+    been shown to its readers before its transfer failed."""
 
     def __init__(self) -> None:
         self._readers: Counter[BlockKey] = Counter()
@@ -552,14 +549,14 @@ class HeldSlots:
         return key in self._readers
 
     def keep(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
-        """One reader more of each."""
+        """Add a reader to each of these."""
         ticket.held += keys
         self._readers.update(keys)
 
     def let_go(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """One reader less of each; answers with those that have none left."""
-        gone = set(keys)
-        ticket.held = [key for key in ticket.held if key not in gone]
+        """Take a reader from each of these; answers with those that have none left."""
+        freed = set(keys)
+        ticket.held = [key for key in ticket.held if key not in freed]
         self._readers.subtract(keys)
         free = [key for key in keys if not self._readers[key]]
         for key in free:
@@ -579,19 +576,18 @@ class SettledMove(msgspec.Struct, frozen=True):
     """Tickets that waited for nothing but this."""
 
 
-# Blocks that have come up from a lower tier, or are coming, and that nobody has proved yet.
-#
-# The mover looks at their headers alone if whoever reads them proves them: a byte is proved once.
-# If that reader finds one bad, the tier that it came from gave it bad, and has to answer for it.
-# What is written down before a reader has spoken is proved by the mover, so that it does not
-# spread.
-
 BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
 """Only these say that the source does not hold what it offered."""
 
 
 class DeferredVerification:
-    """The tier that each of these came from. What host memory holds bounds how many there are."""
+    """Blocks in host memory, or on their way there, that nobody has proved yet, and their origin.
+
+    A reader that proves what it reads spares the mover the same: until then the mover has looked at
+    headers alone. If the reader finds a block bad, it is quarantined in the tier that it came from.
+    The mover proves what is written down before a reader has, so that a bad block does not spread.
+    What host memory holds bounds how many there are.
+    """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
@@ -599,26 +595,26 @@ class DeferredVerification:
         self._blamed: list[tuple[int, int]] = []
 
     def add(self, keys: Iterable[BlockKey], origin: int) -> None:
-        """These are on their way from there, and only their reader proves them."""
+        """Only their reader proves these blocks, which come from this tier."""
         self._origin.update(dict.fromkeys(keys, origin))
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
-        """These have been proved, or are in host memory no more."""
+        """These have been proved, or have left host memory."""
         if self._origin:
             for key in keys:
                 self._origin.pop(key, None)
 
     def clear(self) -> None:
-        """Host memory holds nothing any more."""
+        """Host memory is empty."""
         self._origin.clear()
 
     def any_of(self, keys: Collection[BlockKey]) -> bool:
-        """Whether one of these has still to be proved."""
+        """Whether one of these is still to be proved."""
         return bool(self._origin) and any(key in self._origin for key in keys)
 
     def blame(self, failed: Mapping[BlockKey, Outcome]) -> dict[BlockKey, Outcome]:
-        """Blocks of host memory have failed, and this is what it is to be told of them. What is bad
-        though nobody had proved it yet is quarantined where it came from."""
+        """The outcomes that host memory is told of blocks of its own that failed. Unproved blocks
+        that are corrupt are quarantined in the tier that they came from."""
         told = dict(failed)
         bad: dict[int, list[BlockKey]] = {}
         for key, outcome in failed.items():
@@ -632,7 +628,7 @@ class DeferredVerification:
         return told
 
     def settled(self, move: Move, failed: Mapping[BlockKey, Outcome]) -> dict[BlockKey, Outcome]:
-        """A move has ended, and these of its blocks have failed: what its source is told."""
+        """The outcomes that a move's source is told, when these of its blocks have failed."""
         transfer = move.transfer
         told = {key: why for key, why in failed.items() if why in BLAMES_SOURCE}
         if transfer.target == HOST:
@@ -646,7 +642,7 @@ class DeferredVerification:
         return told
 
     def tell_blamed(self, failed: Callable[[int, Sequence[Outcome]], None]) -> None:
-        """Tell of the blocks that were found bad after they had landed, tier by tier, once."""
+        """Report, once, the blocks of each tier that were found bad after they had landed."""
         blamed, self._blamed = self._blamed, []
         for tier, blocks in blamed:
             failed(tier, [Outcome.CORRUPT] * blocks)

@@ -18,12 +18,6 @@ from kvtier.chain.stats import PrefetchStats
 from kvtier.settings import PrefetchSettings
 from kvtier.types import BlockKey, Outcome, Presence
 
-# Promotions that begin before their request is served: while it waits in the engine's queue.
-#
-# A prefetch is the promotion that the request's load would be, begun earlier: the load joins it,
-# or finds its blocks in host memory. Until then it gives way to everything: to loads in the mover,
-# to blocks that are hotter in host memory, and to the room that others lack.
-
 PIECE_BLOCKS = 16
 """The most blocks of one transfer: they are in host memory for good when all of them are."""
 QUEUE_SHARE = 4
@@ -31,21 +25,25 @@ QUEUE_SHARE = 4
 AHEAD_S = 1.0
 """Nor more than the link moves in so long: what comes to the head of the queue is to come soon."""
 HORIZON_S = 10.0
-"""A block that is likely to be used within so long gives way to no prefetch."""
+"""No prefetch evicts a block that is likely to be used within so long."""
 
 
 class PrefetchRequest(msgspec.Struct, eq=False):
-    """What one waiting request will ask for."""
+    """The blocks that one waiting request will ask for."""
 
     keys: Sequence[BlockKey]
     left: Sequence[BlockKey]
     """Those of them that are still to be looked for, in their order."""
     served: bool = False
-    """It got what it takes; else it was given up, and nobody asks for its blocks."""
+    """Whether it was scheduled; else it ended, and nobody asks for its blocks."""
 
 
 class Prefetches:
-    """Begins prefetches, within bounds, and knows what has become of their blocks."""
+    """Promotions that begin while their request waits in the engine's queue, within bounds.
+
+    The request's load joins them, or finds its blocks in host memory. Until then a prefetch yields:
+    to loads in the mover, to hotter blocks in host memory, and to loads that lack room.
+    """
 
     def __init__(
         self,
@@ -209,8 +207,8 @@ class Prefetches:
         self._wanted.update(here)
 
     def release_room(self, decision: Decision, keys: Sequence[BlockKey]) -> None:
-        """A load of these was decided on: if it lacks room, it gets what prefetches hold that
-        nobody has joined, or what is left of a prefetch that was cancelled."""
+        """If a load of these lacks room, cancel the prefetches and warm-ups that nobody has joined
+        at the next step, and let the load be decided on again then."""
         if decision.short_of_room:
             self._release_room = any(move.prefetch for move, _ in self._moves.values())
             self.warm_up.cancel_unjoined()
@@ -218,7 +216,7 @@ class Prefetches:
 
     @property
     def holds_room(self) -> bool:
-        """Whether there will be more room in a moment, because prefetches give way."""
+        """Whether prefetches that are being cancelled will free room in a moment."""
         return self._release_room or any(map(_is_being_cancelled, self._moves.values()))
 
     def _being_cancelled(self, keys: Collection[BlockKey]) -> bool:
@@ -336,7 +334,7 @@ class Prefetches:
         self.warm_up.step(now)
 
     def _tick(self, now: float) -> None:
-        """Cancel what nobody wants any more, what is late, and what gives way."""
+        """Cancel what nobody waits for any more, what is late, and what gives its room to loads."""
         over, self._over = self._over, []
         for wanted in over:
             self._wanted.subtract(wanted.keys)
@@ -377,18 +375,15 @@ def _is_being_cancelled(known: tuple[Move, float]) -> bool:
     return move.prefetch and not move.joinable
 
 
-# How much of host memory prefetches may hold: less, the more of them were not used.
-
 LEAST = 1 / 16
 """So much of the share is left at least: else nobody would find out that prefetches pay again."""
 
 
 class PrefetchShare:
-    """A number of blocks, and how much of it is trusted.
+    """How much of host memory prefetches may hold: the less, the more of them were not used.
 
-    As many blocks as it may be at most are remembered, used or wasted, and what lies further back
-    fades. So a burst of wrong prefetches lowers it within as many blocks as it may hold, and
-    as many right ones bring it back.
+    It weighs as many of the last prefetched blocks as it may hold at most, used against wasted. So
+    a burst of wrong prefetches lowers it within so many blocks, and as many right ones restore it.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -423,9 +418,6 @@ class PrefetchShare:
         return max(min(1, self._most), int(self._most * self.trust))
 
 
-# The hottest blocks of lower tiers come into free host memory after a start, before they are asked
-# for. They move as prefetches do, behind all others, and push nothing out.
-
 UNDER_WAY_BLOCKS = 64
 """The most blocks that are under way at a time: what is served need not wait for more."""
 LONGEST_S = 600.0
@@ -433,7 +425,10 @@ LONGEST_S = 600.0
 
 
 class WarmUp:
-    """Fills a part of host memory, once, and ends."""
+    """Fills a part of host memory after a start, once, with the hottest blocks of lower tiers.
+
+    They move as prefetches do, behind all others, and evict nothing.
+    """
 
     def __init__(
         self,
@@ -508,7 +503,7 @@ class WarmUp:
         return True
 
     def cancel_unjoined(self) -> None:
-        """A load lacks room: what nobody waits for is cancelled at the next step."""
+        """Cancel, at the next step, the moves that nobody waits for: a load lacks their room."""
         self._cancel_unjoined = bool(self._moves)
 
     def end(self) -> None:

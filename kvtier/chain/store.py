@@ -28,7 +28,7 @@ _TARGET_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE, Outcome.DR
 
 
 class Cascade:
-    """Carries blocks from tier to tier, as many at each step of the engine as there is room for."""
+    """Stores blocks in the lower tiers, as many at each step of the engine as there is room for."""
 
     def __init__(self, context: ChainContext) -> None:
         self._context = context
@@ -141,7 +141,7 @@ class Cascade:
         return bool(self._catch_ups) and any(each.pending for each in self._catch_ups.values())
 
     def step(self, now: float) -> None:
-        """Start what there is room for."""
+        """Start the stores that there is room for."""
         self._learn(_STEP_KEYS)
         self._count_lost()
         self.started = 0
@@ -167,7 +167,7 @@ class Cascade:
                 tier.forget_recovered()
 
     def settled(self, move: SettledMove, result: TransferResult, now: float) -> None:
-        """Book the end of a move of ours."""
+        """Book the end of a store."""
         transfer = move.move.transfer
         link = self._into[transfer.target]
         link.ended(len(transfer.keys))
@@ -294,8 +294,6 @@ class Cascade:
         return [key for key, at in zip(keys, below, strict=True) if at is Presence.MISS]
 
 
-# The way down: what is offered to a tier, what is admitted, and how much of it is under way.
-
 FINGERPRINT_BYTES = 12
 TOUCHES_KEPT = 1 << 16
 MISSED_KEPT = 1 << 16
@@ -337,7 +335,10 @@ class Touches:
 
 
 class StoreLink:
-    """The way into one tier. Bounded: what waits, and what is under way and so holds pins above."""
+    """The stores into one tier: what is offered, admitted, waiting and under way.
+
+    What waits is bounded, and so is what is under way, because that is pinned in the tier above.
+    """
 
     def __init__(
         self,
@@ -362,7 +363,7 @@ class StoreLink:
         self.dynamic = None if allowance is None else DynamicAdmission(remembered)
         self.stats = LinkStats(target)
         self.demotion_due = False
-        """Whether the tier above took something in since it was last looked at."""
+        """Whether the tier above has taken something in since its victims were last looked at."""
         self._turnover = 0
         self._missed: OrderedDict[BlockKey, None] = OrderedDict()
         self._waiting: deque[BlockKey] = deque()
@@ -376,20 +377,19 @@ class StoreLink:
         return max(0, self._window - self.stats.in_flight)
 
     def startable(self, least: int) -> int:
-        """How many may be started by this step: as far as there is room, as many as have come or
-        ended since the last one, and `least` more. So the room is filled again as it becomes free,
-        and a step's work stays in proportion to the engine's and to the tier's."""
+        """How many stores this step may start: as many as were offered or ended since the last
+        step, and `least` more, within `room`. So a step's work follows the engine's."""
         count, self._turnover = least + self._turnover, 0
         return min(count, self.room)
 
     def ended(self, count: int) -> None:
-        """So many of those under way are not any more."""
+        """So many stores have ended."""
         self.stats.in_flight -= count
         self._turnover += count
 
     @property
     def spare(self) -> int:
-        """How many more may be under way of what is not urgent: half of the rest is for what is."""
+        """How many more stores of the catch-up may be under way: half of the window is spared."""
         return 0 if self._waiting else max(0, (self._window + 1) // 2 - self.stats.in_flight)
 
     @property
@@ -398,18 +398,18 @@ class StoreLink:
         return len(self._waiting)
 
     def affordable(self, count: int) -> int:
-        """How many of the next so many blocks may be written at this moment."""
+        """How many of so many blocks the write budget allows now."""
         return count if self.allowance is None else self.allowance.blocks(count)
 
     @property
     def awaits_budget(self) -> bool:
-        """Whether nothing may be written for a while."""
+        """Whether the write budget has not room for one block."""
         allowance = self.allowance
         return allowance is not None and allowance.level < allowance.block_bytes
 
     def committed(self, keys: Sequence[BlockKey], now: float) -> Sequence[BlockKey]:
-        """The tier above has these now, which this one lacks; answers with those that are not
-        written for want of budget."""
+        """Offer blocks that the tier above has and this one lacks; answers with those for which the
+        write budget has no room."""
         self.demotion_due = True
         self._turnover += len(keys)
         admitted = keys if self.touches is None else self.touches.note(keys)
@@ -425,8 +425,8 @@ class StoreLink:
     def within_budget(
         self, keys: Sequence[BlockKey], now: float, uses: Sequence[int] = ()
     ) -> Sequence[BlockKey]:
-        """Those on which the write budget is best spent; all where there is none. `uses` says how
-        often each was used, of blocks that outlived a restart."""
+        """The blocks on which the write budget is best spent; all of them without a budget. `uses`
+        counts the uses of blocks that outlived a restart."""
         if self.dynamic is None or self.allowance is None:
             return keys
         room = self.allowance.level / self.allowance.block_bytes - len(self._waiting)
@@ -436,9 +436,8 @@ class StoreLink:
         return chosen
 
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """A request has used these, wherever they were; answers with those that are to be offered
-        now, because it was their second use or the tier missed them, unless it has them. Within a
-        budget each use is one more chance."""
+        """Note that a request has used these. Answers with those to offer now, unless the tier has
+        them: at their second use, after the tier missed them, or at each use within a budget."""
         if self.touches is not None:
             again = self.touches.note(keys)
             return again if self.write is WritePolicy.THROUGH else []
@@ -451,12 +450,12 @@ class StoreLink:
 
     @property
     def listens(self) -> bool:
-        """Whether it matters to this link what is used."""
+        """Whether `used` can answer with anything."""
         return self.touches is not None or self.dynamic is not None or bool(self._missed)
 
     def missed(self, keys: Iterable[BlockKey]) -> None:
-        """The tier was down, or had no room, when these came: whoever uses one of them offers it
-        again. Of very many the oldest are forgotten."""
+        """Remember blocks that the tier could not take: their next use offers them again. The
+        oldest of too many are forgotten."""
         if self.write is WritePolicy.THROUGH and self.touches is None and self.dynamic is None:
             self._missed.update(dict.fromkeys(keys))
             while len(self._missed) > MISSED_KEPT:
@@ -468,7 +467,7 @@ class StoreLink:
         return admitted if self.dynamic is None else self.dynamic.admitted(admitted)
 
     def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
-        """Let those that are admitted of so many wait to be written, as far as there is room."""
+        """Queue the admitted of so many offered blocks, as far as the queue has room."""
         fresh = [key for key in admitted if key not in self._queued]
         room = self._queue_blocks - len(self._waiting)
         taken, left = fresh[:room], fresh[room:]
@@ -486,14 +485,14 @@ class StoreLink:
         return keys
 
     def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
-        """Do not write these (None: any) that wait, or were missed."""
+        """Drop these (None: all) from the queue and from the missed."""
         asked = None if keys is None else set(keys)
         for key in self._missed.keys() & (self._missed if asked is None else asked):
             del self._missed[key]
-        gone = self._queued & (self._queued if asked is None else asked)
-        if gone:
-            self._waiting = deque(key for key in self._waiting if key not in gone)
-            self._queued -= gone
+        dropped = self._queued & (self._queued if asked is None else asked)
+        if dropped:
+            self._waiting = deque(key for key in self._waiting if key not in dropped)
+            self._queued -= dropped
 
     def drop(self, reason: str, count: int) -> None:
         """Count blocks that are not written."""
@@ -507,24 +506,23 @@ class StoreLink:
             self.stats.failures[name] = self.stats.failures.get(name, 0) + 1
 
 
-# After a restart: what outlived the process before in a tier, and the tier below may lack.
-#
-# That process died, or the tier below was down, before it was written there. Nobody knows which
-# blocks those are: all are looked at, a few at each step, and what the tier below lacks is written
-# as far as nothing fresher waits.
-
 LOOKED_AT = 256
 """How many blocks one step looks at, in some 100 microseconds."""
 PAUSE_S = 1.0
 PAUSE_MAX_S = 300.0
-"""A tier that takes nothing is tried again after a pause, which doubles up to this."""
+"""The pause after which a tier that took nothing is tried again doubles up to this."""
 WAIT_LIMIT_S = 10.0
-"""How long an idle engine is kept stepping for a tier that takes nothing, or does not know yet what
-it holds. What is left goes on when the engine steps again."""
+"""Wait limit of an idle engine that steps for a tier which takes nothing, or does not know yet what
+it holds. The rest follows when the engine steps again."""
 
 
 class CatchUp:
-    """The way of what was recovered into the tier of one link that is written through."""
+    """Stores, after a restart, of what outlived the process before and the tier below may lack.
+
+    That process died, or the tier below was down, before these blocks were written there, and
+    nobody knows which they are. Each step looks at a few, the hottest first, and writes what the
+    tier below lacks as far as no newer store waits.
+    """
 
     def __init__(self, link: StoreLink, source: Tier, target: Tier, holds: int) -> None:
         """`holds` is how many blocks the target holds."""
@@ -623,6 +621,6 @@ class CatchUp:
         self._ready.extend(touches.note(keys[at] for at in lacking if not uses[at]))
 
     def forget(self, keys: Sequence[BlockKey] | None) -> None:
-        """Do not write these, or any, that were looked at and wait."""
-        gone = None if keys is None else set(keys)
-        self._ready = deque(key for key in self._ready if gone is not None and key not in gone)
+        """Drop these (None: all) from what was looked at and waits."""
+        dropped = set(self._ready if keys is None else keys)
+        self._ready = deque(key for key in self._ready if key not in dropped)

@@ -6,11 +6,8 @@ can be told is in `kvtier.settings` and in its backend.
 - `stack_config`: the types that a stack file is decoded into.
 - `loader`: `load`, the way in; it checks the tiers against this machine and against each other.
 - `decode`: plain values into structs, and the wording of what is wrong with them.
-- `document`: plain values with their places, and the problems found in them.
-- `yaml_positions`: YAML text as nodes that know their lines.
-- `rate_owner`: where the rates of a stack's engine are kept, and whose they are.
-- `environment`: `${NAME}` in texts, and its value kept out of messages.
-- `json_schema`, `reference`: what a stack file may say, for editors and for people.
+- `document`: YAML as plain values with their places, and the problems found in them.
+- `schema`: what a stack file may say, for editors and for people.
 """
 
 from kvtier.config.loader import Source, check, effective, folders, load

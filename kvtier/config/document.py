@@ -173,10 +173,6 @@ def _is_within(place: str, outer: str) -> bool:
     return place.startswith(outer) and place[len(outer) : len(outer) + 1] in ("", ".", "[")
 
 
-# YAML text as nodes that know their line and column, with the scalars of YAML 1.2.
-#
-# There `no` is a text, `010` is ten and dates are texts.
-
 FILE_BYTES_MAX = 1 << 16
 DEPTH_MAX = 32
 
@@ -279,8 +275,8 @@ class _TooDeep(yaml.MarkedYAMLError):
 
 
 class _Composer(yaml.SafeLoader):
-    """With the scalars of YAML 1.2, and no more open brackets than a document may have: with each
-    token the scanner looks through all of them."""
+    """Reads the scalars of YAML 1.2, where `no` is a text, `010` is ten and dates are texts. It
+    bounds open brackets, through all of which the scanner looks with each token."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
         if self.flow_level >= DEPTH_MAX:
@@ -298,11 +294,6 @@ class _Composer(yaml.SafeLoader):
 def _refuse(place: Path | str, problem: str, remedy: str) -> NoReturn:
     raise ConfigErrors([ConfigError(str(place), problem, remedy)]) from None
 
-
-# Values of the environment in the texts of a document, and how messages name them.
-#
-# `${NAME}` is the environment's value of NAME, `${NAME:-default}` has a default for when it is
-# unset or empty, and `$${` stands for a plain `${`.
 
 SHORT = 4
 """A shorter value is hidden only in messages about its own text: it may be part of any word."""
@@ -331,7 +322,11 @@ def redact(message: str, values: Mapping[str, str]) -> str:
 
 
 def substitute(text: str, report: Callable[[str, str], None]) -> Substituted:
-    """Put the environment's values into a text; `report` hears of problems, and of a remedy."""
+    """Put the environment's values into a text; `report` is told problems and their remedies.
+
+    `${NAME}` is the value of NAME, `${NAME:-default}` has a default for when it is unset or empty,
+    and `$${` stands for a plain `${`.
+    """
     values: dict[str, str] = {}
 
     def replace(match: re.Match[str]) -> str:

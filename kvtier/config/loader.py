@@ -310,8 +310,6 @@ def _is_host(kind: str) -> bool:
         return False
 
 
-# Where the rates of a stack's engine are kept, and whose they are.
-
 _RANKS = ("tensor_parallel", "pipeline_parallel")
 _MODEL = ("model", "model_config", "dtype", "quantization", "kv_dtype")
 _TEXT_MAX = 1000

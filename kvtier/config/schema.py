@@ -153,8 +153,6 @@ def _holds_struct(kind: Any) -> bool:
     return _is_struct(kind) or any(map(_holds_struct, get_args(kind)))
 
 
-# What a stack file may say, as Markdown for people: made from its JSON Schema.
-
 _TYPES = {
     "integer": "whole number",
     "number": "number",

@@ -62,17 +62,15 @@ class CostSettings(msgspec.Struct, frozen=True, kw_only=True):
     sure: float = 2.0
     """Blocks in host memory that are moved so many times as fast as computed are always loaded."""
     waiting_requests_max: float = 8.0
-    """A load that spares those who wait behind may take at most so many times as long as
-    recomputing."""
+    """At most so many waiting requests count as spared by a load: it may take at most so many times
+    as long as recomputing."""
 
-
-# How long loads over each link would take, from the links' rates and from what is queued there.
 
 _GIB = 1 << 30
 
 
 class LoadEstimates:
-    """The rates of all links, and what loads over them would take."""
+    """How long loads over each link would take, by its rates and by what is queued there."""
 
     def __init__(self, priors: Mapping[str, Prior], regain: float) -> None:
         self._priors = {DEVICE: DEVICE_PRIOR} | dict(priors)
@@ -129,11 +127,6 @@ def _saved(line: Line) -> SavedLink:
     return SavedLink(min(line.base, SECONDS_MAX), min(line.slope * _GIB, SECONDS_MAX))
 
 
-# How long the engine takes to compute a prompt, learned from its steps.
-#
-# A wrong estimate is found out only by computing. One that makes recomputing look dear is believed
-# for ever: what is loaded because of it is not computed. So doubt counts in favour of recomputing.
-
 _TELLING_TOKENS = 64
 """A step of fewer tokens tells nothing of prompts."""
 _SURE_TOKENS = 512
@@ -152,7 +145,11 @@ _RECALLED_TOKENS = 64.0
 
 
 class Prefill:
-    """Seconds a token, growing with the tokens before it."""
+    """Seconds that the engine computes a token, growing with the tokens before it.
+
+    Only computing corrects a wrong estimate. One that makes recomputing look expensive would be
+    kept for ever, because what is loaded is not computed: so `doubt` favours recomputing.
+    """
 
     def __init__(self) -> None:
         self._line = Line(ridge_slope=0.01)
@@ -211,12 +208,10 @@ class Prefill:
         self._tried = max(self._tried, tokens)
 
 
-# Loads that are expected to lose, made now and then to learn whether a refused link is faster.
-
-
 class Probes:
-    """Decides when a refused link is tried, and with how much. `recompute` says how long the engine
-    takes to compute the tokens between two places of a prompt."""
+    """Decides when a refused link is tried, and with how much: loads that are expected to lose, and
+    show whether the link has become faster. `recompute` estimates the seconds that the engine takes
+    to compute the tokens between two places of a prompt."""
 
     def __init__(
         self,
@@ -305,11 +300,6 @@ class Probes:
         link.probed += blocks
 
 
-# What a load would cost and what it would save, from what links and engine did lately.
-#
-# Pure bookkeeping: no I/O, no threads, a clock that is given. docs/how_it_works/costs.md tells
-# why.
-
 _HEAD_TOKENS = 1024
 _PUBLISHED_S = 1.0
 
@@ -317,7 +307,8 @@ _PUBLISHED_S = 1.0
 class CostModel:
     """Predicts load and recompute, and decides how much of a hit is worth loading.
 
-    For one thread (the engine's scheduler). `admit` takes a few microseconds.
+    Pure bookkeeping on a given clock, without I/O or threads, for the engine's scheduler alone;
+    `admit` takes a few microseconds. docs/how_it_works/costs.md explains the decisions.
     """
 
     def __init__(
@@ -503,7 +494,7 @@ class CostModel:
         """How many requests are spared so many seconds if the engine need not compute for so long:
         the one asked about, those behind it, and those whose loads end meanwhile, in part."""
         if not all(self._link(run.link).line.samples for run in loads):
-            return 1.0  # who knows what they would wait for instead
+            return 1.0  # nobody knows what they would wait for instead
         waiting, most = 1.0 + self._queued_requests, self._settings.waiting_requests_max
         for link in self._links.values():
             for flight in link.in_flight.values():

@@ -57,8 +57,6 @@ def kinks(
     return [count for count in beside if 0 < count < blocks]
 
 
-# Estimates that follow a rate which changes: robust against one outlier, quick after two.
-
 GRACE_S = 0.1
 """Word of a load's end takes a moment to arrive."""
 _LEAST_S = 1e-9
@@ -374,10 +372,6 @@ class DeviceRate(LinkRate):
             super().observe(size, seconds, now, probe_seconds)
 
 
-# What an engine has learned of its links and of its own speed, as the next engine reads it.
-#
-# What is read may be anybody's work: every number has a range, and what is out of it is not taken.
-
 VERSION: Literal[1] = 1
 BYTES_MAX = 64 << 10
 """A larger file is none of ours."""
@@ -425,7 +419,10 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class SavedRates(msgspec.Struct, frozen=True):
-    """A file."""
+    """The file in which one engine leaves its rates to the next.
+
+    Anybody may have written it: every number has a range, and what is out of it is not taken.
+    """
 
     version: Literal[1]
     owner: Owner

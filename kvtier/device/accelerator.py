@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from kvtier.device.copier import Copies, DeviceLayout, Ints
+from kvtier.device.layout import DeviceLayout, Ints, PageCopies
+from kvtier.system.calls import Attempt
 
 ERRORS = (
     AttributeError,
@@ -20,31 +21,32 @@ ERRORS = (
 a copier's thread. It fails a batch: a thread that ended would leave the engine waiting for it."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
         """Sleep until everything before it has been done; called in the copier's own threads."""
 
 
-class Lane(Protocol):
-    """A stream of the copier's own. What is given to it is done in order, and later."""
+class Recording(Protocol):
+    """A stream. What is given to it is done in order, and later."""
 
-    def after(self, event: Any) -> None:
-        """Hold what follows until an event of another stream of this device."""
-
-    def to_device(self, copies: Copies) -> object:
-        """Queue copies from host memory, in whose place there may be a buffer on the device; keep
-        what is returned until they are done."""
-
-    def to_host(self, copies: Copies) -> object:
-        """Queue copies to host memory; keep what is returned until they are done."""
-
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """The point after everything queued so far; raises only if the device is lost."""
 
 
-class Stage(Protocol):
+class CopyStream(Recording, Protocol):
+    """A stream of the copier's own."""
+
+    def to_device(self, copies: PageCopies) -> object:
+        """Queue copies from host memory, in whose place there may be a buffer on the device; keep
+        what is returned until they are done."""
+
+    def to_host(self, copies: PageCopies) -> object:
+        """Queue copies to host memory; keep what is returned until they are done."""
+
+
+class Stage(Recording, Protocol):
     """A buffer on the device with a stream of its own; for one thread, one batch at a time.
 
     It has room for this rank's parts of the records of a batch, which are all of one group, one
@@ -73,9 +75,6 @@ class Stage(Protocol):
     def sums(self, group: int, rows: int) -> list[int]:
         """Those checksums, once an event says that they are there."""
 
-    def record(self) -> Event:
-        """The point after everything queued so far; raises only if the device is lost."""
-
 
 class Accelerator(Protocol):
     """A device whose work is queued."""
@@ -83,13 +82,39 @@ class Accelerator(Protocol):
     def attach(self) -> None:
         """Make the calling thread able to use the device."""
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """Where the engine's own stream is now: called on the engine's thread, never waits."""
 
-    def lane(self, *, urgent: bool) -> Lane:
+    def stream(self, *, urgent: bool) -> CopyStream:
         """A new stream; an urgent one goes before others where the device can tell."""
 
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> Sequence[Stage]:
         """Buffers, all alike, for batches of so many bytes, or fewer, or of one record. Raises
-        RuntimeError where there can be none: records are then copied page by page, and proved by
-        the host."""
+        RuntimeError where there can be none: records are then copied page by page, and verified
+        by the host."""
+
+
+class QueuedSteps:
+    """Steps of a batch that were given to a stream, and the event behind them."""
+
+    def __init__(self, what: str, stream: Recording, *steps: Callable[[], object]) -> None:
+        self._failure = f"the device failed {what}"
+        self._event: StreamEvent | None = None
+        self._held: list[object] = []
+        """What must live until the event."""
+        self.whole = False
+        """Whether the stream took all of them."""
+        with Attempt(f"the device refused {what}"):
+            for step in steps:
+                self._held.append(step())
+            self.whole = True
+        with Attempt(self._failure):
+            self._event = stream.record()  # in any case: a part of them may be queued
+
+    def done(self) -> bool:
+        """Wait until the device has done what it took; whether that is all of it."""
+        with Attempt(self._failure):
+            if self._event is not None:
+                self._event.synchronize()
+                return self.whole
+        return False

@@ -17,21 +17,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.device.copier import DeviceCopier, DeviceLayout, Host, Job, JobResult, Prover
+from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
-from kvtier.device.proofs import LoadProofs, Parts
-from kvtier.device.queue import CLOSE_S, Batch, JobQueue, each_row
+from kvtier.device.layout import DeviceLayout, Ints
+from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
+from kvtier.device.records import Bytes, RankRecords, RecordParts, Sums, up_to_wrong
 from kvtier.record.record import Buffer, PartSum, part_sum
 from kvtier.system.calls import joined
-from kvtier.types import Outcome
+from kvtier.types import BlockKey, Outcome
 
 logger = logging.getLogger(__name__)
-
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
-Sums = npt.NDArray[np.uint64]
 
 _STRIP_BYTES = 256 << 10
 """Processors have several times as much cache for each core. A part that is no larger is proved
@@ -79,9 +75,8 @@ class PageCopier:
             first = stop
         return stacks
 
-    def gather(self, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
-        """Copy blocks to their places in a part, from block `skip` of the chunk on; the checksum
-        of the part."""
+    def gather(self, group: int, ids: Sequence[int], part: Buffer) -> int:
+        """Copy a whole chunk's blocks to their places in a part; the checksum of the part."""
         if self._one_pass and (found := self._one_pass.store(group, ids, part)) is not None:
             return found
         for stack in self._stacks[group]:
@@ -89,16 +84,16 @@ class PageCopier:
             for start, stop in _runs(ids):
                 block = ids[start]
                 pages = stack.pages[block : block + stop - start]
-                host[:, skip + start : skip + stop] = pages.swapaxes(0, 1)
+                host[:, start:stop] = pages.swapaxes(0, 1)
         return part_sum(part)
 
-    def scatter(self, group: int, blocks: Ints, parts: Parts, stated: Sums) -> Sums:
+    def scatter(self, group: int, blocks: Ints, parts: RecordParts, stated: Sums) -> Sums:
         """Copy records' parts to these blocks of the device, a row of blocks each, to none where
         its number is negative; the checksums of all parts. Copies nothing more once one is not as
         stated; a small part that is not does not begin to be copied either."""
         first = parts.of_slots.shape[1] <= _STRIP_BYTES
         if self._one_pass:
-            sums = self._one_pass.load(group, blocks, parts, stated, proved_first=first)
+            sums = self._one_pass.load(group, blocks, parts, stated, verified_first=first)
             if sums is not None:
                 return sums
         found, right = np.empty_like(stated), True
@@ -189,30 +184,21 @@ class CpuCopier(DeviceCopier):
 
     def __init__(
         self,
-        layout: DeviceLayout,
+        records: RankRecords,
         arrays: Sequence[Bytes],
-        host: Host,
-        namespace: bytes,
         *,
         load_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._layout = layout
-        self._pages = PageCopier(layout, arrays, build())
-        self._prover = Prover(layout, host, namespace)
-        self._proofs = LoadProofs(layout, host, namespace)
-        self._job_queue = job_queue = JobQueue(
-            layout, self._prover, self._BATCH_BYTES, clock, sharers=load_threads
-        )
-        takes = [job_queue.load] * load_threads + [job_queue.store_after_loads]
+        self._records = records
+        self._pages = PageCopier(records.layout, arrays, build())
+        self._job_queue = jobs = JobQueue(records, self._BATCH_BYTES, clock, sharers=load_threads)
+        serving = [(jobs.load, self._load)] * load_threads
         self._threads: list[threading.Thread] = []
         try:
-            for take in takes:
+            for args in [*serving, (jobs.store_after_loads, self._store)]:
                 thread = threading.Thread(
-                    target=job_queue.serve,
-                    args=(take, self._move),
-                    name="kvtier-copy",
-                    daemon=True,
+                    target=jobs.serve, args=args, name="kvtier-copy", daemon=True
                 )
                 thread.start()
                 self._threads.append(thread)
@@ -220,10 +206,10 @@ class CpuCopier(DeviceCopier):
             self.close()
             raise
 
-    def submit(self, job: Job, mark: object = None) -> None:
+    def submit(self, job: CopyJob, mark: object = None) -> None:
         self._job_queue.submit(job)
 
-    def poll(self) -> list[JobResult]:
+    def poll(self) -> list[CopyResult]:
         return self._job_queue.poll()
 
     def give_up(self, id: int) -> None:
@@ -237,36 +223,28 @@ class CpuCopier(DeviceCopier):
         if not joined(self._threads, CLOSE_S):  # what it copies stays mapped: it holds views
             logger.error("a thread that copies has not ended within %g s", CLOSE_S)
 
-    def _move(self, batch: Batch) -> None:
-        loading = batch.work.loading
-        outcomes = self._load(batch) if loading else each_row(batch, self._store)
+    def _store(self, batch: CopyBatch) -> None:
+        """Copy and seal records, one by one."""
+        rows = zip(batch.slots, batch.keys, batch.ids.tolist(), strict=True)
+        outcomes = [self._store_one(slot, key, batch.group, ids) for slot, key, ids in rows]
         self._job_queue.finish(batch, outcomes)
 
-    def _store(self, batch: Batch, row: int) -> Outcome:
-        work = batch.work
-        key, slot, group = work.record(row)
-        prover = self._prover
-        if not prover.reserved(slot, key).ok:
+    def _store_one(self, slot: int, key: BlockKey, group: int, ids: list[int]) -> Outcome:
+        if not self._records.reserved(slot, key).ok:
             return Outcome.GONE
-        at, skip = int(work.pieces.at[row]), int(work.pieces.skip[row])
-        ids = work.job.blocks.ids[at : at + int(work.pieces.length[row])].tolist()
-        checksum = self._pages.gather(group, ids, skip, prover.part(slot, group))
-        return prover.complete(slot, key, group, checksum)
+        checksum = self._pages.gather(group, ids, self._records.part(slot, group))
+        return self._records.seal(slot, key, group, checksum)
 
-    def _load(self, batch: Batch) -> list[Outcome]:
-        """Prove records, and copy them up to the first of the load that is not right."""
-        work, group = batch.work, batch.group
-        keys = [work.job.keys[row] for row in batch.rows]
-        slots = [work.job.slots[row] for row in batch.rows]
-        records = self._proofs.look_at(slots, keys, group)
-        blocks = work.places(batch.rows, self._layout.blocks_per_chunk)
-        right = records.fit.copy()
-        copied = np.logical_and.accumulate(right) & (not work.failed)
+    def _load(self, batch: CopyBatch) -> None:
+        """Verify records, and copy them up to the first of the load that is not right."""
+        work, blocks = batch.work, batch.ids
+        found = self._records.find(batch.slots, batch.keys, batch.group)
+        right = found.fit.copy()
+        copied = up_to_wrong(right, work.failed)
         blocks[~copied] = -1
         rows = np.flatnonzero(right)
         if len(rows):
-            stated = records.stated[rows]
-            found = self._pages.scatter(group, blocks[rows], records.parts.only(rows), stated)
-            right[rows] = found == stated
-        copied &= np.logical_and.accumulate(right)
-        return records.outcomes(right, copied)
+            stated, parts = found.stated[rows], found.parts.only(rows)
+            right[rows] = self._pages.scatter(batch.group, blocks[rows], parts, stated) == stated
+        copied &= up_to_wrong(right, work.failed)
+        self._job_queue.finish(batch, found.outcomes(right, copied))

@@ -1,4 +1,24 @@
-"""Copies with a checksum in one pass, built for this processor."""
+"""Copies between pages and a record's part that take its checksum in the same pass, built for this
+processor.
+
+`OnePassCopies` calls two functions, which `code` writes in LLVM's language. A stripe is 64 bytes.
+Each is read once, written past the processor's caches, and added to the xxh3 checksum of its piece
+of the part; the sums of the pieces are written one behind the other.
+
+    void store(void *part, int64 *bases, int64 *strides, int64 *stripes, int64 references,
+               int64 *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
+
+A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative block
+is not copied: its stripes are only added up.
+
+    void load(int64 records, void **parts, uint64 *stated, int64 verified_first, ...)
+
+A load takes many records, with so many blocks and one sum each, and otherwise the same. It copies
+nothing more once a sum is not the stated one: the rest is only added up. If they are to be verified
+first, each is added up before it is copied, and copied only if it is right; that is for parts that
+stay in a processor's cache meanwhile. Parts of several pieces have several sums, and nobody states
+those: they are loaded one by one.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +34,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.device.accelerator import ERRORS
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.proofs import Parts
-from kvtier.device.xxh3_constants import END_AT, LAST_AT, SCRAMBLE_AT, SECRET, START
+from kvtier.device.layout import DeviceLayout, DeviceTensor, Ints, PageRef
+from kvtier.device.records import Bytes, RecordParts, Sums
 from kvtier.record.record import PIECE_BYTES, TAIL_BYTES, Buffer, part_sum, pieces_of, sum_of
 
 logger = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
-Sums = npt.NDArray[np.uint64]
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+START = (
+    0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
+)  # fmt: skip
+SCRAMBLE_AT, LAST_AT, END_AT = 128, 121, 11
+"""Where the secret of xxh3 begins as scrambling, the last stripe and the end see it; kernels of a
+GPU use these numbers, too."""
 
+STRIPE = 64
+_PRIME = 0x9E3779B1
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _PAGES = (_ADDRESS,) * 3 + (_NUMBER, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
 # Both give the GIL away meanwhile.
@@ -64,7 +97,7 @@ class OnePassCopies:
         ]
 
     def load(
-        self, group: int, blocks: Ints, parts: Parts, stated: Sums, *, proved_first: bool
+        self, group: int, blocks: Ints, parts: RecordParts, stated: Sums, *, verified_first: bool
     ) -> Sums | None:
         """Copy records' parts to these blocks of the device, a row of blocks each, and answer with
         the checksums of all of them, as `PageCopier.scatter` does; None if these kernels are not
@@ -78,7 +111,7 @@ class OnePassCopies:
             return None
         pieces = pieces_of(size)
         if pieces == 1:
-            return self._load(of_group, blocks, at, stated, proved_first)
+            return self._load(of_group, blocks, at, stated, verified_first)
         found = np.empty_like(stated)
         for row in range(len(at)):
             one = slice(row, row + 1)
@@ -88,7 +121,7 @@ class OnePassCopies:
         return found
 
     def _load(
-        self, group: _Group, blocks: Ints, at: Ints, stated: Sums, proved_first: bool
+        self, group: _Group, blocks: Ints, at: Ints, stated: Sums, verified_first: bool
     ) -> Sums:
         """Parts of one piece, or one part of several: the checksums of all their pieces."""
         blocks, stated = np.ascontiguousarray(blocks), np.ascontiguousarray(stated)
@@ -97,7 +130,7 @@ class OnePassCopies:
             len(at),
             _address(at),
             _address(stated),
-            proved_first,
+            verified_first,
             *group.addresses,
             _address(blocks),
             self._per_chunk,
@@ -184,12 +217,12 @@ def _tried(kernels: Kernels) -> bool:
     """Whether they do what numpy and xxhash do, with parts of two pieces and of one."""
     large, small = (3 * STRIPE, PIECE_BYTES // 2 + TAIL_BYTES), (3 * STRIPE, TAIL_BYTES)
     return all(
-        _agree(kernels, pages, proved_first)
-        for pages, proved_first in ((large, False), (small, False), (small, True))
+        _agree(kernels, pages, verified_first)
+        for pages, verified_first in ((large, False), (small, False), (small, True))
     )
 
 
-def _agree(kernels: Kernels, pages: tuple[int, ...], proved_first: bool) -> bool:
+def _agree(kernels: Kernels, pages: tuple[int, ...], verified_first: bool) -> bool:
     """Whether they store a part, and load one that is right, one that is not, and none after it."""
     dice = np.random.default_rng(0)
     arrays = [_aligned(8 * page).reshape(8, page) for page in pages]
@@ -209,9 +242,9 @@ def _agree(kernels: Kernels, pages: tuple[int, ...], proved_first: bool) -> bool
     sums = np.array([part_sum(part.data) for part in parts], np.uint64)
     stated = sums ^ np.array([0, 1, 0], np.uint64)
     wanted = [array.copy() for array in arrays]
-    of_slots = Parts(parts, np.arange(3))
-    found = copies.load(0, blocks, of_slots, stated, proved_first=proved_first)
-    for part, places in list(zip(parts, blocks, strict=True))[: 1 if proved_first else 2]:
+    of_slots = RecordParts(parts, np.arange(3))
+    found = copies.load(0, blocks, of_slots, stated, verified_first=verified_first)
+    for part, places in list(zip(parts, blocks, strict=True))[: 1 if verified_first else 2]:
         at = 0
         for array, page in zip(wanted, pages, strict=True):
             here = places >= 0
@@ -225,29 +258,6 @@ def _aligned(size: int) -> Bytes:
     room = np.zeros(size + STRIPE, np.uint8)
     first = -int(room.ctypes.data) % STRIPE
     return room[first : first + size]
-
-
-# The code of the kernels that copy between pages and a record's part, in LLVM's language.
-#
-# A stripe is 64 bytes. Each is read once, written past the processor's caches, and added to the
-# xxh3 checksum of its piece of the part; the sums of the pieces are written one behind the other.
-#
-# void store(void *part, int64 *bases, int64 *strides, int64 *stripes, int64 references, int64
-# *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
-#
-# A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative
-# block is not copied: its stripes are only added up.
-#
-# void load(int64 records, void **parts, uint64 *stated, int64 proved_first, ...)
-#
-# A load takes many records, with so many blocks and one sum each, and otherwise the same. It
-# copies nothing more once a sum is not the stated one: the rest is only added up. If they are to
-# be proved first, each is added up before it is copied, and copied only if it is right; that is
-# for parts that stay in a processor's cache meanwhile. Parts of several pieces have several sums,
-# and nobody states those: they are loaded one by one.
-
-STRIPE = 64
-_PRIME = 0x9E3779B1
 
 
 def code(load: str, store: str) -> str:
@@ -437,7 +447,7 @@ _NEXT = f"""
     }}
     """
 _HOST_KERNEL_CODE_LOAD = """
-    define void @{name}(i64 %records, ptr %parts, ptr %stated, i64 %proved_first,
+    define void @{name}(i64 %records, ptr %parts, ptr %stated, i64 %verified_first,
                         ptr %bases, ptr %strides, ptr %stripes, i64 %references,
                         ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
     entry:
@@ -445,7 +455,7 @@ _HOST_KERNEL_CODE_LOAD = """
       store i64 %total, ptr %whole
       %nowhere = alloca i64
       store i64 -1, ptr %nowhere
-      %in_one_pass = icmp eq i64 %proved_first, 0
+      %in_one_pass = icmp eq i64 %verified_first, 0
       %in_two = xor i1 %in_one_pass, true
       br label %record
     record:
@@ -472,8 +482,8 @@ _HOST_KERNEL_CODE_LOAD = """
       %found = load i64, ptr %sum_at
       %right = icmp eq i64 %found, %expected
       %still_right = and i1 %all_right, %right
-      %proved = and i1 %still_right, %in_two
-      br i1 %proved, label %copy, label %next
+      %verified = and i1 %still_right, %in_two
+      br i1 %verified, label %copy, label %next
     copy:
       call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
                             ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)

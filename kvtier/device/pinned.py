@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from kvtier.device.queue import Gaps, Steps
+import msgspec
+
+from kvtier.device.pacing import EngineSteps, Gaps
 from kvtier.record.record import Buffer
-from kvtier.slab.layout import PIECE_BYTES, pieces_of
+from kvtier.slab.layout import pieces_of
 from kvtier.system.memory import GIB, SAY_EVERY_S, Populating, address_of, system_takes
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,23 @@ class Registrar(Protocol):
         """Give it back."""
 
 
+Watch = Callable[[Callable[[Sequence[range]], None], Callable[[range], None]], object]
+
+
+class PinPlan(msgspec.Struct):
+    """What of a region a rank pins, and beside what."""
+
+    steps: EngineSteps = msgspec.field(default_factory=EngineSteps)
+    order: Sequence[range] = ()
+    """Its slots in pieces; one behind the other if none are named."""
+    least_slots: int = 0
+    """So many are pinned before the engine serves, however long that takes."""
+    note: Callable[[range | None], object] = lambda piece: None
+    """Told of each piece that is pinned; of None when it begins."""
+    watch: Watch = lambda mapped, unmapped: None
+    """Tells of pieces that are mapped later, and of slots that are about to be unmapped."""
+
+
 class PinnedMemory:
     """A region's slots, to be pinned in an order, until this is closed.
 
@@ -58,17 +77,14 @@ class PinnedMemory:
         data: Buffer,
         slot_bytes: int,
         registrar: Registrar,
+        plan: PinPlan,
         *,
-        order: Sequence[range] = (),
-        least_bytes: int = 0,
-        steps: Steps | None = None,
-        note: Callable[[range | None], object] = lambda piece: None,
         cores: Collection[int] = (),
-        piece_bytes: int = PIECE_BYTES,
         page_bytes: int = mmap.PAGESIZE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registrar = registrar
+        self._plan = plan
         self._data = data[:]
         self._addresses: dict[int, int] = {}
         """What is pinned: where each range begins, and its size."""
@@ -79,16 +95,11 @@ class PinnedMemory:
         self._base = address_of(data)
         self._slot_bytes = slot_bytes
         self._page_bytes = page_bytes
-        pieces = list(order) or list(
-            pieces_of(len(data) // slot_bytes, slot_bytes, self._base, piece_bytes, page_bytes)
-        )
+        pieces = plan.order or list(pieces_of(len(data) // slot_bytes, slot_bytes, self._base))
         self._left = deque((piece, piece) for piece in pieces)
         """The pieces that are not pinned, and what is left of each."""
         self._size = sum(map(len, pieces)) * slot_bytes
-        self._least_bytes = least_bytes
-        self._steps = steps or Steps()
-        self._gaps = Gaps(self._steps, clock)
-        self._note = note
+        self._gaps = Gaps(plan.steps, clock)
         self._cores = cores
         self._clock = clock
         self._pinned = 0
@@ -96,7 +107,8 @@ class PinnedMemory:
         """Seconds that a byte takes."""
         self._refused = False
         self._began = self._said = clock()
-        note(None)
+        plan.note(None)
+        plan.watch(self.extend, self.drop)
 
     # -- before the engine serves ----------------------------------------------------------
 
@@ -109,8 +121,10 @@ class PinnedMemory:
         ahead = [self._range(piece) for piece, _ in self._left]
         for index in range(len(ahead)):
             piece = self._next()
-            late = self._clock() >= end and self._pinned >= self._least_bytes
-            if late or self._steps.any or piece is None or stopping.is_set():
+            late = (
+                self._clock() >= end and self._pinned >= self._plan.least_slots * self._slot_bytes
+            )
+            if late or self._plan.steps.any or piece is None or stopping.is_set():
                 break
             if populating is None:
                 logger.info("pinning %.1f GiB of CPU memory", self._size / GIB)
@@ -217,7 +231,7 @@ class PinnedMemory:
             if len(rest) > len(slots):
                 self._left.appendleft((piece, rest[len(slots) :]))
                 return taken
-        self._note(piece)
+        self._plan.note(piece)
         return taken
 
     def _refuse(self, reason: str) -> None:

@@ -306,13 +306,10 @@ class Adaptive(EvictionPolicy):
         np.frombuffer(self._rests, dtype=np.uint8)[newest_first] = 0
 
 
-# The kinds of block that the adaptive policy tells apart: what a request shows of its future.
-#
-# Each slot carries a mark of one byte. Below SHARED it says how often its conversation has come
-# back (its turn), from there on it says that several requests went different ways after this
-# block, and how many used it since.
-
 SHARED = 128
+"""A slot's mark is one byte. Below this it counts how often its conversation has come back (its
+turn). From this on it says that requests went different ways after the block, and how many used it
+since."""
 MARK_MAX = 255
 TURN_MAX = SHARED - 1
 
@@ -436,11 +433,6 @@ def conclude(seen: Seen | None, fresh: int, length: int) -> Story:
     return Story(0, forked_kind(length, SHARED), forked=True)
 
 
-# The order in which runs have to go: the worst are queued, and ranked anew when these are used up.
-#
-# To rank all runs at each eviction would take too long. So the queue holds the worst of them, and
-# an eviction takes their tails; a run that is used again leaves the queue.
-
 _QUEUED_SHARE = 64
 """The worst 1/64 of what is ranked is queued; when that is used up, all is ranked again."""
 _RANKED_MAX = 8192
@@ -450,7 +442,11 @@ _SORTED_MAX = 256
 
 
 class EvictionQueue:
-    """The runs with the lowest rates of hits to come, worst first."""
+    """The runs with the lowest rates of hits to come, worst first.
+
+    Ranking all runs at each eviction would take too long. The queue holds the worst, evictions take
+    their tails, and a run that is used again leaves it. The rest is ranked when it is used up.
+    """
 
     def __init__(self, runs: Runs, forecast: Forecast) -> None:
         self._runs = runs

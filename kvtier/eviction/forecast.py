@@ -219,8 +219,6 @@ class Forecast:
         return found
 
 
-# What is remembered of blocks after they have gone: a table of fixed size over sampled keys.
-
 SAMPLED_IN = 4
 """One key in so many is watched, chosen by its fingerprint; a power of two."""
 _SAMPLE_BITS = SAMPLED_IN.bit_length() - 1
@@ -237,7 +235,8 @@ _EMPTY = 0
 
 
 class History:
-    """One cell for each sampled fingerprint that maps to it: the newest wins, the older is lost.
+    """Remembers sampled blocks, resident or not, in a table of fixed size: the newest that maps to
+    a cell replaces the older.
 
     So it remembers about `SAMPLED_IN` times as many blocks as it has cells, resident or not, at 11
     bytes a cell. Times are kept relative to the first one seen, in 32 bits.
@@ -339,15 +338,14 @@ class History:
         return weights
 
 
-# Runs: resident blocks of one prefix that were last used together, and so leave tail first.
-
 NO_RUN = -1
 _END = -1
 _RUNS_AT_ONCE = 1 << 14
 
 
 class Runs:
-    """Every resident slot is in exactly one run; a run without slots is free for the next.
+    """Resident blocks of one prefix that were last used together, and are evicted tail first. Every
+    resident slot is in exactly one run; a run without slots is free for the next.
 
     Twelve bytes a slot and 30 a run. Runs are numbered densely, so that all can be ranked at once.
     """

@@ -166,13 +166,11 @@ class ListPolicy(EvictionPolicy):
         return self._lists.nbytes
 
 
-# Least recently used, with the tail of a prefix colder than its head.
-
 _ALL = 1
 
 
 class LRU(ListPolicy):
-    """What has not been used for the longest time goes first; 9 bytes a slot."""
+    """Evicts the least recently used, the tail of a prefix before its head; 9 bytes a slot."""
 
     name: ClassVar[str] = "lru"
     lists = 1

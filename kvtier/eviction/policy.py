@@ -105,9 +105,8 @@ class EvictionPolicy(ABC):
         """Memory that this policy holds."""
 
 
-# Policies by name: ours, and whatever is installed under the entry point `kvtier.eviction`.
-
 GROUP = "kvtier.eviction"
+"""The entry point under which other packages install policies."""
 DEFAULT = "adaptive"
 
 _OURS = {

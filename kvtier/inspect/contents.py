@@ -56,9 +56,6 @@ def of_file(what: str, path: Path, remove: Callable[[], bool]) -> Iterator[Garba
         yield Garbage(what, str(path), path.stat().st_size, remove)
 
 
-# What a medium holds, as an inspector reports it: by namespace, and block by block.
-
-
 class Depth(enum.Enum):
     """How much of a medium is looked at: a store with millions of objects lists them in minutes."""
 
@@ -272,8 +269,6 @@ class InspectorContext(msgspec.Struct, frozen=True):
     retain_share: float = RetainSettings().share
     """How much of each tier of that stack retained blocks may take; 0: nothing is retained."""
 
-
-# Files on a medium, as somebody reads them who trusts none of them; and who has locked them.
 
 NAMESPACE_ID = re.compile(r"[0-9a-f]{32}")
 

@@ -143,8 +143,6 @@ class Filling(Generic[S]):
         return None
 
 
-# The blocks that a copy may take from a tier: in columns, some seventy bytes a block.
-
 ROW = np.dtype(
     [
         ("key", f"V{KEY_BYTES_MAX}"),
@@ -157,7 +155,8 @@ ROW = np.dtype(
         ("used_at", "u4"),
     ]
 )
-"""`at` is where a block is in the words of its source; `origin` is for who joins several."""
+"""One block that a copy may take, in some seventy bytes: `at` is its place as its source names it,
+`origin` tells several sources apart."""
 Rows = npt.NDArray[np.void]
 
 _THREADS = 8

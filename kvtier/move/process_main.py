@@ -25,7 +25,6 @@ from kvtier.interfaces.handler import Handler, HostHandler
 from kvtier.interfaces.mover import TransferKind
 from kvtier.move.protocol import (
     Cancel,
-    Ended,
     Failed,
     Hasten,
     Hello,
@@ -33,6 +32,7 @@ from kvtier.move.protocol import (
     Ready,
     Request,
     Submit,
+    TransferEnded,
     frame,
     requests,
 )
@@ -110,7 +110,7 @@ def serve(parent: socket.socket) -> None:
     longest = {TransferKind.LOAD: [each.call_seconds for each in handlers]}
     longest[TransferKind.STORE] = [each.store_seconds or each.call_seconds for each in handlers]
     parent.sendall(frame(Ready(host, longest)))
-    reporter = Reporter(mover, parent)
+    reporter = ResultReporter(mover, parent)
     reporter.start()
     specs = [msgspec.msgpack.Decoder(backend(tier.kind).spec) for tier in hello.tiers]
     stand_back()
@@ -141,7 +141,7 @@ def listen(
                 mover.hasten(request.ids)
 
 
-class Reporter(threading.Thread):
+class ResultReporter(threading.Thread):
     """Sends results as they come. A parent that does not read them makes only this thread wait."""
 
     def __init__(self, mover: ThreadMover, parent: socket.socket) -> None:
@@ -166,7 +166,7 @@ class Reporter(threading.Thread):
         if not results:
             return
         try:
-            self._parent.sendall(frame(Ended(results)))
+            self._parent.sendall(frame(TransferEnded(results)))
         except OSError:
             self._finishing.set()  # the parent is gone; the listener hears it too
 

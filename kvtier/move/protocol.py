@@ -124,14 +124,14 @@ class Hasten(msgspec.Struct, tag=True):
     ids: list[int]
 
 
-class Ended(msgspec.Struct, tag=True):
+class TransferEnded(msgspec.Struct, tag=True):
     """Transfers that ended."""
 
     results: list[TransferResult]
 
 
 Request = Hello | Submit | Cancel | Hasten
-Answer = Ready | Failed | Ended
+Answer = Ready | Failed | TransferEnded
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -1,17 +1,107 @@
-"""['kvtier/move/queues.py', 'kvtier/move/queues.py']"""
+"""Transfers on their way through a mover: how many are admitted, the batches they are cut into, and
+the queue in front of each handler."""
 
 from __future__ import annotations
 
 import mmap
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 
-from kvtier.interfaces.mover import Transfer, TransferKind
+import msgspec
+
+from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.record.record import Buffer
 from kvtier.types import Outcome
 
 
-class Job:
+class TransferCounts:
+    """Admission and counters of a mover. Not locked: each mover calls it under its own lock.
+
+    A host tier has no queue: its memory is the buffer of the medium at the other end. Loads are
+    counted against loads alone, stores against all, so that stores never crowd loads out.
+    Prefetches are counted against loads and each other, and nothing is counted against them.
+    """
+
+    def __init__(self, host: Sequence[bool], queue_blocks: Sequence[int] | None) -> None:
+        self._host = host
+        self._bounds = queue_blocks
+        self._in_flight = {kind: [0] * len(host) for kind in TransferKind}
+        self._prefetching = [0] * len(host)
+        self._stats = MoverStats()
+
+    def lanes(self, transfer: Transfer) -> tuple[int, ...]:
+        """The tiers whose handlers this transfer occupies, in the order it does so."""
+        if self._host[transfer.target]:
+            return (transfer.source,)
+        if self._host[transfer.source]:
+            return (transfer.target,)
+        return (transfer.source, transfer.target)
+
+    def admit(self, transfer: Transfer) -> bool:
+        """Take a transfer in, unless a tier would have more in flight than its bound.
+
+        Raises ValueError on one that makes no sense: that is the caller's own mistake.
+        """
+        blocks = len(transfer.keys)
+        if not len(transfer.source_spec) == len(transfer.target_spec) == blocks:
+            raise ValueError(f"transfer {transfer.id} needs one place at both ends for every key")
+        if transfer.source == transfer.target or not (
+            0 <= transfer.source < len(self._host) and 0 <= transfer.target < len(self._host)
+        ):
+            raise ValueError(f"transfer {transfer.id} must go from one tier to another")
+        lanes = self.lanes(transfer)
+        if self._bounds is not None and any(
+            self._waiting(transfer, lane) + blocks > self._bounds[lane] for lane in lanes
+        ):
+            return False
+        counted = self._counted(transfer)
+        for lane in lanes:
+            counted[lane] += blocks
+        self._stats.in_flight_blocks += blocks
+        return True
+
+    def release(self, transfer: Transfer) -> None:
+        """Take back an admission: the transfer has ended, or could not be handed on."""
+        blocks, counted = len(transfer.keys), self._counted(transfer)
+        for lane in self.lanes(transfer):
+            counted[lane] -= blocks
+        self._stats.in_flight_blocks -= blocks
+
+    def hasten(self, transfer: Transfer) -> None:
+        """A prefetch is a load from now on, even if that makes more loads than the bound."""
+        blocks = len(transfer.keys)
+        for lane in self.lanes(transfer):
+            self._prefetching[lane] -= blocks
+            self._in_flight[transfer.kind][lane] += blocks
+        transfer.prefetch = False
+
+    def ended(self, transfer: Transfer, result: TransferResult) -> None:
+        """Close the account of an admitted transfer."""
+        self.release(transfer)
+        self._stats.timeouts += Outcome.TIMEOUT in result.outcomes
+
+    def restarted(self) -> None:
+        """Count a start that followed a death."""
+        self._stats.restarts += 1
+
+    def stats(self) -> MoverStats:
+        """A copy of the counters."""
+        return msgspec.structs.replace(self._stats)
+
+    def _counted(self, transfer: Transfer) -> list[int]:
+        return self._prefetching if transfer.prefetch else self._in_flight[transfer.kind]
+
+    def _waiting(self, transfer: Transfer, lane: int) -> int:
+        loads = self._in_flight[TransferKind.LOAD][lane]
+        if transfer.prefetch:
+            return loads + self._prefetching[lane]
+        if transfer.kind is TransferKind.LOAD:
+            return loads
+        return loads + self._in_flight[TransferKind.STORE][lane]
+
+
+class TransferJob:
     """A transfer on its way: what of it has not started, what is active, and how blocks ended."""
 
     __slots__ = (
@@ -53,7 +143,7 @@ class Job:
         """Whether nothing of it is waiting or active."""
         return self.active == 0 and self.next == self.size
 
-    def cut(self, count: int, now: float, verdict: Outcome | None = None) -> Batch:
+    def cut(self, count: int, now: float, verdict: Outcome | None = None) -> TransferBatch:
         """Start the next blocks."""
         start, stop = self.next, self.next + count
         if self.active == 0:
@@ -62,7 +152,7 @@ class Job:
         self.next = stop
         if verdict is not None:
             self.outcomes[start:stop] = [verdict] * count
-        return Batch(self, start, stop, verdict)
+        return TransferBatch(self, start, stop, verdict)
 
     def settle(self, now: float) -> None:
         """One of its batches is done."""
@@ -71,14 +161,14 @@ class Job:
             self.busy_seconds += now - self.busy_since
 
 
-class Batch:
+class TransferBatch:
     """Consecutive blocks of a job that one thread moves in one call; of a staged job in two, first
     from the source into `buffers`, then, when they have `arrived` there, on to the target. With a
     `verdict` they are not moved, but end that way."""
 
     __slots__ = ("arrived", "buffers", "job", "prefetch", "start", "stop", "verdict")
 
-    def __init__(self, job: Job, start: int, stop: int, verdict: Outcome | None) -> None:
+    def __init__(self, job: TransferJob, start: int, stop: int, verdict: Outcome | None) -> None:
         self.job = job
         self.start = start
         self.stop = stop
@@ -106,7 +196,7 @@ class Batch:
             self.job.outcomes[self.start + start : self.start + stop] = [outcome] * (stop - start)
 
 
-class Lane:
+class HandlerQueue:
     """The queue in front of one handler. Guarded by the mover's lock, which its condition shares.
 
     Loads go first. Batches that have come halfway go before stores that have not started, because
@@ -127,40 +217,40 @@ class Lane:
         self.batch_blocks = batch_blocks
         self._prefetch_threads = max(1, int(concurrency * prefetch_share))
         self._prefetching = 0
-        self._prefetches: OrderedDict[int, Job] = OrderedDict()
+        self._prefetches: OrderedDict[int, TransferJob] = OrderedDict()
         self.work = threading.Condition(lock)
         self._idle = 0
         self._staging = staging
-        self._arrived: deque[Batch] = deque()
-        self._direct: dict[TransferKind, OrderedDict[int, Job]] = {
+        self._arrived: deque[TransferBatch] = deque()
+        self._direct: dict[TransferKind, OrderedDict[int, TransferJob]] = {
             kind: OrderedDict() for kind in TransferKind
         }
-        self._staged: dict[TransferKind, OrderedDict[int, Job]] = {
+        self._staged: dict[TransferKind, OrderedDict[int, TransferJob]] = {
             kind: OrderedDict() for kind in TransferKind
         }
 
-    def add(self, job: Job) -> None:
+    def add(self, job: TransferJob) -> None:
         """Queue a job and wake as many threads as it can use: if it is alone, one a block."""
         self._queue_of(job)[job.transfer.id] = job
         self.wake(job.size)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: TransferJob) -> None:
         """Forget a job of which nothing is to start any more."""
         self._queue_of(job).pop(job.transfer.id, None)
 
-    def arrive(self, batch: Batch) -> None:
+    def arrive(self, batch: TransferBatch) -> None:
         """Queue the second half of a staged batch."""
         self._arrived.append(batch)
         self.wake(1)
 
-    def withdraw(self, due: float) -> list[Batch]:
+    def withdraw(self, due: float) -> list[TransferBatch]:
         """Take back the batches that wait for their second half and were to end by then."""
         batches = [each for each in self._arrived if each.job.transfer.deadline <= due]
         for batch in batches:
             self._arrived.remove(batch)
         return batches
 
-    def hasten(self, job: Job) -> None:
+    def hasten(self, job: TransferJob) -> None:
         """Queue a prefetch, of which something has not started yet, among the loads."""
         if self._prefetches.pop(job.transfer.id, None) is not None:
             self._direct[TransferKind.LOAD][job.transfer.id] = job
@@ -186,7 +276,7 @@ class Lane:
         self.work.wait()
         self._idle -= 1
 
-    def take(self, now: float) -> Batch | None:
+    def take(self, now: float) -> TransferBatch | None:
         """The next batch that can start, None if there is none."""
         return (
             self._cut_from(self._direct[TransferKind.LOAD], now)
@@ -197,7 +287,7 @@ class Lane:
             or self._cut_from(self._staged[TransferKind.STORE], now)
         )
 
-    def _prefetch(self, now: float) -> Batch | None:
+    def _prefetch(self, now: float) -> TransferBatch | None:
         if self._prefetching >= self._prefetch_threads:
             return None
         batch = self._cut_from(self._prefetches, now)
@@ -206,7 +296,7 @@ class Lane:
             self._prefetching += 1
         return batch
 
-    def _cut_from(self, queue: OrderedDict[int, Job], now: float) -> Batch | None:
+    def _cut_from(self, queue: OrderedDict[int, TransferJob], now: float) -> TransferBatch | None:
         if not queue:
             return None
         job = next(iter(queue.values()))
@@ -229,19 +319,18 @@ class Lane:
             batch.buffers = self._staging.take(count)
         return batch
 
-    def _queue_of(self, job: Job) -> OrderedDict[int, Job]:
+    def _queue_of(self, job: TransferJob) -> OrderedDict[int, TransferJob]:
         if job.transfer.prefetch:
             return self._prefetches
         return (self._staged if job.staged else self._direct)[job.transfer.kind]
 
 
-# Aligned buffers for records on their way between two media, neither of which is host memory.
-
 STAGING_BYTES = 64 << 20
 
 
 class StagingPool:
-    """A fixed number of record buffers, aligned to a page. Not locked: its mover's lock guards it.
+    """Buffers for records on their way between two media, neither of which is host memory: a fixed
+    number, aligned to a page. Not locked: its mover's lock guards it.
 
     The memory is taken from the system only when a buffer is first written to.
     """

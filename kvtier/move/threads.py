@@ -1,4 +1,5 @@
-"""The mover on threads of this process: batches move between two handlers."""
+"""The mover on threads of this process: for the command line, for tests, and inside the mover's
+process."""
 
 from __future__ import annotations
 
@@ -8,121 +9,41 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import msgspec
-
 from kvtier.interfaces.handler import Handler, HostHandler
-from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
-from kvtier.move.queues import STAGING_BYTES, Batch, Job, Lane, StagingPool
+from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
+from kvtier.move.queues import (
+    STAGING_BYTES,
+    HandlerQueue,
+    StagingPool,
+    TransferBatch,
+    TransferCounts,
+    TransferJob,
+)
 from kvtier.record.record import Buffer, record_bytes, verify, verify_header
 from kvtier.slab.layout import runs
 from kvtier.system.calls import close_all
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
-
-class TransferCounts:
-    """Admission and counters of a mover. Not locked: each mover calls it under its own lock.
-
-    A host tier has no queue: its memory is the buffer of the medium at the other end. Loads are
-    counted against loads alone, stores against all, so that stores never crowd loads out.
-    Prefetches are counted against loads and each other, and nothing is counted against them.
-    """
-
-    def __init__(self, host: Sequence[bool], queue_blocks: Sequence[int] | None) -> None:
-        self._host = host
-        self._bounds = queue_blocks
-        self._in_flight = {kind: [0] * len(host) for kind in TransferKind}
-        self._prefetching = [0] * len(host)
-        self._stats = MoverStats()
-
-    def lanes(self, transfer: Transfer) -> tuple[int, ...]:
-        """The tiers whose handlers this transfer occupies, in the order it does so."""
-        if self._host[transfer.target]:
-            return (transfer.source,)
-        if self._host[transfer.source]:
-            return (transfer.target,)
-        return (transfer.source, transfer.target)
-
-    def admit(self, transfer: Transfer) -> bool:
-        """Take a transfer in, unless a tier would have more in flight than its bound.
-
-        Raises ValueError on one that makes no sense: that is the caller's own mistake.
-        """
-        blocks = len(transfer.keys)
-        if not len(transfer.source_spec) == len(transfer.target_spec) == blocks:
-            raise ValueError(f"transfer {transfer.id} needs one place at both ends for every key")
-        if transfer.source == transfer.target or not (
-            0 <= transfer.source < len(self._host) and 0 <= transfer.target < len(self._host)
-        ):
-            raise ValueError(f"transfer {transfer.id} must go from one tier to another")
-        lanes = self.lanes(transfer)
-        if self._bounds is not None and any(
-            self._waiting(transfer, lane) + blocks > self._bounds[lane] for lane in lanes
-        ):
-            return False
-        counted = self._counted(transfer)
-        for lane in lanes:
-            counted[lane] += blocks
-        self._stats.in_flight_blocks += blocks
-        return True
-
-    def release(self, transfer: Transfer) -> None:
-        """Take back an admission: the transfer has ended, or could not be handed on."""
-        blocks, counted = len(transfer.keys), self._counted(transfer)
-        for lane in self.lanes(transfer):
-            counted[lane] -= blocks
-        self._stats.in_flight_blocks -= blocks
-
-    def hasten(self, transfer: Transfer) -> None:
-        """A prefetch is a load from now on, even if that makes more loads than the bound."""
-        blocks = len(transfer.keys)
-        for lane in self.lanes(transfer):
-            self._prefetching[lane] -= blocks
-            self._in_flight[transfer.kind][lane] += blocks
-        transfer.prefetch = False
-
-    def ended(self, transfer: Transfer, result: TransferResult) -> None:
-        """Close the account of an admitted transfer."""
-        self.release(transfer)
-        self._stats.timeouts += Outcome.TIMEOUT in result.outcomes
-
-    def restarted(self) -> None:
-        """Count a start that followed a death."""
-        self._stats.restarts += 1
-
-    def stats(self) -> MoverStats:
-        """A copy of the counters."""
-        return msgspec.structs.replace(self._stats)
-
-    def _counted(self, transfer: Transfer) -> list[int]:
-        return self._prefetching if transfer.prefetch else self._in_flight[transfer.kind]
-
-    def _waiting(self, transfer: Transfer, lane: int) -> int:
-        loads = self._in_flight[TransferKind.LOAD][lane]
-        if transfer.prefetch:
-            return loads + self._prefetching[lane]
-        if transfer.kind is TransferKind.LOAD:
-            return loads
-        return loads + self._in_flight[TransferKind.STORE][lane]
-
-
-# How one batch moves: straight into host memory, straight out of it, or through staging.
-#
-# Each byte is proved once on its way to whoever uses it (docs/how_it_works/proofs.md): here only
-# if the transfer says that nobody else does it.
+log = logging.getLogger(__name__)
 
 _OF_SOURCES = (Outcome.GONE, Outcome.CORRUPT)
 _OUTCOMES = frozenset(Outcome)
 
 
-class Carrier:
-    """Moves batches with the stack's handlers and writes the outcome of every block."""
+class BatchCarrier:
+    """Moves batches with the stack's handlers and writes the outcome of every block.
+
+    A batch goes straight into host memory, straight out of it, or through staging. Each byte is
+    verified once on its way to whoever uses it (docs/how_it_works/proofs.md): here only if the
+    transfer says that nobody else does it.
+    """
 
     def __init__(self, handlers: Sequence[Handler], namespace: Namespace) -> None:
         self._handlers = handlers
         self._namespace = namespace
         self._digest = namespace.digest
 
-    def carry(self, batch: Batch) -> None:
+    def carry(self, batch: TransferBatch) -> None:
         """Move a batch, or the half of a staged one that is due."""
         transfer = batch.job.transfer
         target = self._handlers[transfer.target]
@@ -137,7 +58,7 @@ class Carrier:
         else:
             self._deliver(batch, target)
 
-    def announce(self, batch: Batch) -> None:
+    def announce(self, batch: TransferBatch) -> None:
         """Tell a host target about blocks that will never land."""
         transfer = batch.job.transfer
         target = self._handlers[transfer.target]
@@ -148,20 +69,20 @@ class Carrier:
             if not outcome.ok:
                 target.landed(transfer.target_spec, index, outcome)
 
-    def _load(self, batch: Batch, source: Handler, target: HostHandler) -> None:
+    def _load(self, batch: TransferBatch, source: Handler, target: HostHandler) -> None:
         spec = batch.job.transfer.target_spec
         records = target.views(spec.select(batch.start, batch.stop))
         for index, outcome in self._read(batch, source, records):
             batch.job.outcomes[index] = outcome
             target.landed(spec, index, outcome)
 
-    def _fetch(self, batch: Batch, source: Handler) -> None:
+    def _fetch(self, batch: TransferBatch, source: Handler) -> None:
         for index, outcome in self._read(batch, source, batch.buffers):
             # Others would blame the target, which has not been asked yet.
             told = outcome.ok or outcome in _OF_SOURCES
             batch.job.outcomes[index] = outcome if told else Outcome.DROPPED
 
-    def _deliver(self, batch: Batch, target: Handler) -> None:
+    def _deliver(self, batch: TransferBatch, target: Handler) -> None:
         if batch.job.transfer.deadline <= time.monotonic():
             batch.spoil(Outcome.TIMEOUT)
             return
@@ -171,7 +92,7 @@ class Carrier:
             self._store(batch, start, stop, target, batch.buffers[start:stop])
 
     def _read(
-        self, batch: Batch, source: Handler, into: Sequence[Buffer]
+        self, batch: TransferBatch, source: Handler, into: Sequence[Buffer]
     ) -> Iterator[tuple[int, Outcome]]:
         """Read a batch's records; each is proved when it is asked for."""
         transfer = batch.job.transfer
@@ -182,13 +103,15 @@ class Carrier:
         for index, (outcome, record, key) in enumerate(read, batch.start):
             yield index, self._proved(batch, record, key) if outcome.ok else outcome
 
-    def _proved(self, batch: Batch, record: Buffer, key: BlockKey) -> Outcome:
+    def _proved(self, batch: TransferBatch, record: Buffer, key: BlockKey) -> Outcome:
         if batch.job.transfer.prove:
             return verify(record, key, self._digest)
         size, parts = self._namespace.payload_of(key), self._namespace.parts
         return verify_header(record, key, self._digest, size, parts)
 
-    def _store_from_host(self, batch: Batch, target: Handler, records: Sequence[Buffer]) -> None:
+    def _store_from_host(
+        self, batch: TransferBatch, target: Handler, records: Sequence[Buffer]
+    ) -> None:
         """Write records of host memory, but none that has to be proved first, and is bad."""
         transfer, outcomes = batch.job.transfer, batch.job.outcomes
         good = list(range(len(records)))
@@ -203,7 +126,12 @@ class Carrier:
             self._store(batch, start, stop, target, records[start:stop])
 
     def _store(
-        self, batch: Batch, start: int, stop: int, target: Handler, records: Sequence[Buffer]
+        self,
+        batch: TransferBatch,
+        start: int,
+        stop: int,
+        target: Handler,
+        records: Sequence[Buffer],
     ) -> None:
         job = batch.job
         first, end = batch.start + start, batch.start + stop
@@ -227,10 +155,6 @@ def _checked(outcomes: list[Outcome], spec: LoadStoreSpec) -> list[Outcome]:
     return outcomes
 
 
-# A mover on threads of this process: for the CLI, for tests, and inside the mover's process.
-
-log = logging.getLogger(__name__)
-
 CLOSE_SECONDS = 10.0
 
 
@@ -253,20 +177,22 @@ class ThreadMover(Mover):
     ) -> None:
         self._handlers = handlers
         self._namespace = namespace
-        self._carrier = Carrier(handlers, namespace)
+        self._carrier = BatchCarrier(handlers, namespace)
         self._books = TransferCounts(
             [isinstance(each, HostHandler) for each in handlers], queue_blocks
         )
         self._staging = StagingPool(record_bytes(namespace.payload_bytes), staging_bytes)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, TransferJob] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._sleepers: list[float] = []
         self._results: list[TransferResult] = []
         self._closed = False
         self._lanes = [
-            Lane(self._lock, each.concurrency, each.batch_blocks, self._staging, prefetch_share)
+            HandlerQueue(
+                self._lock, each.concurrency, each.batch_blocks, self._staging, prefetch_share
+            )
             for each in handlers
         ]
         self._threads = [
@@ -290,7 +216,7 @@ class ThreadMover(Mover):
                 return False
             lanes = self._books.lanes(transfer)
             batch_blocks = min(self._lanes[lane].batch_blocks for lane in lanes)
-            job = Job(transfer, lanes, batch_blocks, now)
+            job = TransferJob(transfer, lanes, batch_blocks, now)
             self._jobs[transfer.id] = job
             if job.ended:
                 self._finish(job, now)
@@ -354,8 +280,8 @@ class ThreadMover(Mover):
 
     # ---- the life of a batch, on a lane's thread
 
-    def _serve(self, lane: Lane) -> None:
-        batch: Batch | None = None
+    def _serve(self, lane: HandlerQueue) -> None:
+        batch: TransferBatch | None = None
         while True:
             with self._lock:
                 if batch is not None:
@@ -365,7 +291,7 @@ class ThreadMover(Mover):
                 return
             self._run(batch)
 
-    def _take(self, lane: Lane) -> Batch | None:
+    def _take(self, lane: HandlerQueue) -> TransferBatch | None:
         while not self._closed:
             batch = lane.take(time.monotonic())
             if batch is not None:
@@ -373,12 +299,12 @@ class ThreadMover(Mover):
             lane.sleep()
         return None
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: TransferBatch) -> None:
         if batch.verdict is None and self._guarded(self._carry, batch):
             return
         self._guarded(self._carrier.announce, batch)
 
-    def _carry(self, batch: Batch) -> None:
+    def _carry(self, batch: TransferBatch) -> None:
         try:
             self._carrier.carry(batch)
         except Exception:
@@ -386,7 +312,7 @@ class ThreadMover(Mover):
         except BaseException as error:  # a panic of Rust code: no signal ever ends this thread
             raise RuntimeError("a handler raised what is no Exception") from error
 
-    def _guarded(self, action: Callable[[Batch], None], batch: Batch) -> bool:
+    def _guarded(self, action: Callable[[TransferBatch], None], batch: TransferBatch) -> bool:
         """Keep a handler's bug from ending the thread: its blocks fail, everything else goes on."""
         try:
             action(batch)
@@ -401,7 +327,7 @@ class ThreadMover(Mover):
             return False
         return True
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: TransferBatch) -> None:
         """Under the lock: a batch has been run; pass it on, or end it and maybe its job."""
         job, now = batch.job, time.monotonic()
         if batch.prefetch:
@@ -420,7 +346,7 @@ class ThreadMover(Mover):
         if job.ended:
             self._finish(job, now)
 
-    def _finish(self, job: Job, now: float) -> None:
+    def _finish(self, job: TransferJob, now: float) -> None:
         transfer = job.transfer
         del self._jobs[transfer.id]
         result = TransferResult(
@@ -434,7 +360,7 @@ class ThreadMover(Mover):
         self._results.append(result)
         self._ended.notify_all()
 
-    def _bytes_moved(self, job: Job) -> int:
+    def _bytes_moved(self, job: TransferJob) -> int:
         namespace = self._namespace
         if len(namespace.group_bytes) == 1:
             return job.outcomes.count(Outcome.OK) * record_bytes(namespace.payload_bytes)
@@ -446,7 +372,7 @@ class ThreadMover(Mover):
 
     # ---- ending what has not started
 
-    def _stop(self, jobs: Iterable[Job], verdict: Outcome) -> list[Batch]:
+    def _stop(self, jobs: Iterable[TransferJob], verdict: Outcome) -> list[TransferBatch]:
         """Under the lock: take what has not started of these jobs out of the queues."""
         batches = []
         now = time.monotonic()
@@ -456,7 +382,7 @@ class ThreadMover(Mover):
                 batches.append(job.cut(job.size - job.next, now, verdict))
         return batches
 
-    def _withdraw(self, due: float, verdict: Outcome) -> list[Batch]:
+    def _withdraw(self, due: float, verdict: Outcome) -> list[TransferBatch]:
         """Under the lock: take out of the queues what has come halfway and was to end by then.
         Loads go before it, so it might wait there for much longer."""
         batches = [batch for lane in self._lanes for batch in lane.withdraw(due)]
@@ -464,7 +390,7 @@ class ThreadMover(Mover):
             batch.spoil(verdict)
         return batches
 
-    def _end(self, batches: Sequence[Batch]) -> None:
+    def _end(self, batches: Sequence[TransferBatch]) -> None:
         """Not under the lock, because targets are told: end batches that will not be moved."""
         for batch in batches:
             self._guarded(self._carrier.announce, batch)

@@ -111,15 +111,40 @@ class Attempt:
         return True
 
 
+class WaitBound:
+    """How long somebody waits for something: an answer of "wait on" holds for so many seconds, and
+    then no more, which the log says once."""
+
+    def __init__(
+        self, seconds: float, warning: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._warning = warning
+        self._clock = clock
+        self._since: float | None = None
+        self._said = False
+
+    def holds(self, waiting: bool) -> bool:
+        """Whether to wait on, where there is something to wait for."""
+        if not waiting:
+            self._since, self._said = None, False
+            return False
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        if now - self._since < self._seconds:
+            return True
+        if not self._said:
+            self._said = True
+            logger.error(self._warning, self._seconds)
+        return False
+
+
 def joined(threads: Sequence[threading.Thread], seconds: float) -> bool:
     """Wait until threads have ended, at most so long; whether they have."""
     end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
-
-
-# The end of what was opened together.
 
 
 class Closable(Protocol):

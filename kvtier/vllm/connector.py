@@ -17,6 +17,7 @@ import vllm
 
 from kvtier.config import StackConfig
 from kvtier.settings import Persistence
+from kvtier.system.calls import WaitBound
 from kvtier.types import Namespace
 from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.events import DescribedEvents, place_of
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.001
 """An engine that spins while it waits for copies takes the GIL from the threads that copy."""
+_SETTLE_S = 30.0
+"""A pause, or an end, waits no longer for copies: as long as a copier does (`JobQueue`), and until
+its threads have reported."""
+_HANGS = "copies from or to the device have not ended within %g s: the engine goes on without them"
 
 
 class _EngineCache:
@@ -89,6 +94,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._allocated: AllocatedBlocks | None = None
         self._events: DescribedEvents | None = None
         self.paused = False
+        self._settling = WaitBound(_SETTLE_S, _HANGS)
         """The engine is; its scheduler says so."""
         self.ending = engine.Ending(stack.drain.seconds)
         self._spins = not engine.has_own_process()
@@ -347,9 +353,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         # An engine that pauses, goes to sleep or ends waits until there is none. Its device is at
         # rest when nothing is copied; what waits for a disk or a bucket is written later.
-        if self.paused or self.ending.drained:
-            return self._copies()
-        return bool(super().has_pending_push_work())
+        settling = self.paused or self.ending.drained
+        copies = self._settling.holds(settling and self._copies())
+        return copies if settling else bool(super().has_pending_push_work())
 
     def _copies(self) -> bool:
         return scheduler.has_jobs(self.connector_scheduler) or bool(self._manager.copying())

@@ -25,7 +25,7 @@ from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.deferrals import Deferrals, LoadDeadlines
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.hints import Hints
-from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.protocol import NO_SLOT, Geometry, Report, WorkerJob
 from kvtier.vllm.requests import Event, HandoverDeferral, Requests, RequestState
 from kvtier.vllm.waiting_prefetches import WaitingPrefetches
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pending(msgspec.Struct):
-    """An errand that not all ranks have reported yet."""
+    """A worker job that not all ranks have reported yet."""
 
     request: str
     keys: list[BlockKey]
-    """As the tiers know them, in the errand's order."""
+    """As the tiers know them, in the worker job's order."""
     left: int
     ticket: Ticket | None = None
     """Of a load; None for a store."""
@@ -255,7 +255,7 @@ class ChainManager:
         that it takes kept. 0 if there is none, or that is so already."""
         return self._requests.of(request).junction
 
-    def prepare_load(self, keys: Collection[bytes], request: str) -> Errand:
+    def prepare_load(self, keys: Collection[bytes], request: str) -> WorkerJob:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._requests.of(request)
         state.decision = Decision()
@@ -264,23 +264,23 @@ class ChainManager:
         deadline = self._clock() + self._load_seconds
         ticket = self.chain.begin_load(state.as_it_grows(wanted), request, deadline, proves=True)
         slots = dict(zip(ticket.keys, getattr(ticket.spec, "slots", ()), strict=True))
-        errand = self._errand(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
+        worker_job = self._worker_job(wanted, [slots.get(key, NO_SLOT) for key in wanted], deadline)
         files = ticket.files
-        errand.files = {at: files[key] for at, key in enumerate(wanted) if key in files}
-        self._pending[errand.number] = Pending(request, wanted, self._ranks, ticket)
+        worker_job.files = {at: files[key] for at, key in enumerate(wanted) if key in files}
+        self._pending[worker_job.number] = Pending(request, wanted, self._ranks, ticket)
         lower = ticket.lower_tiers()
         if not lower and self.costs is not None:
             sizes = map(self.stack.namespace.payload_of, wanted)
-            self.costs.started(DEVICE, errand.number, sum(sizes))
+            self.costs.started(DEVICE, worker_job.number, sum(sizes))
         if lower and state.columns:
             self._deadlines.began(
-                errand.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
+                worker_job.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
             )
         state.sources = {
             asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
         }
         state.refused = False
-        return errand
+        return worker_job
 
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""
@@ -288,7 +288,7 @@ class ChainManager:
 
     # -- stores ----------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Collection[bytes], request: str) -> tuple[list[bytes], Errand]:
+    def prepare_store(self, keys: Collection[bytes], request: str) -> tuple[list[bytes], WorkerJob]:
         """Room for those of the keys that are new and can be taken, in their order."""
         state = self._requests.of(request)
         offered = list(keys) if state.kept and state.identified else []
@@ -298,19 +298,19 @@ class ChainManager:
         slots = dict(zip(grown, getattr(reservation.spec, "slots", ()), strict=True))
         mine = [key for key, known in zip(offered, wanted, strict=True) if known in slots]
         taken = [known for known in wanted if known in slots]
-        errand = self._errand(taken, [slots[key] for key in taken], float("inf"))
+        worker_job = self._worker_job(taken, [slots[key] for key in taken], float("inf"))
         if mine:
-            self._pending[errand.number] = Pending(request, taken, self._ranks, grown=grown)
-        return mine, errand
+            self._pending[worker_job.number] = Pending(request, taken, self._ranks, grown=grown)
+        return mine, worker_job
 
-    def _errand(self, keys: list[BlockKey], slots: list[int], deadline: float) -> Errand:
+    def _worker_job(self, keys: list[BlockKey], slots: list[int], deadline: float) -> WorkerJob:
         number = next(self._numbers)
-        return Errand(number, self._region, self._geometry, keys, slots, deadline)
+        return WorkerJob(number, self._region, self._geometry, keys, slots, deadline)
 
     # -- reports ---------------------------------------------------------------------------
 
     def report(self, number: int, report: Report) -> str | None:
-        """What ranks say of an errand; names the request if its load has now failed."""
+        """What ranks say of a worker job; names the request if its load has now failed."""
         pending = self._pending.get(number)
         merged = pending.merge(report) if pending is not None else None
         if pending is None or merged is None:
@@ -386,13 +386,13 @@ class ChainManager:
         self._computing = bool(tokens)
 
     def give_up(self) -> int | None:
-        """An errand of a load that is not worth waiting for any longer, if the engine has nothing
+        """The job of a load that is not worth waiting for any longer, if the engine has nothing
         else to compute."""
         busy = self._computing or self._requests.anybody_waits
         return None if busy else self._deadlines.give_up()
 
     def on_request_finished(self, request: str) -> None:
-        """The request asks for nothing any more; its errands may still be under way."""
+        """The request asks for nothing any more; its worker jobs may still be under way."""
         self._requests.remove(request)
         self.hints.gone(request)
         self.ahead.left(request, served=False)
@@ -400,7 +400,7 @@ class ChainManager:
 
     @property
     def copying(self) -> bool:
-        """Whether workers have not reported all errands."""
+        """Whether workers have not reported all worker jobs."""
         return bool(self._pending)
 
     @property

@@ -24,7 +24,7 @@ class Geometry:
 
 
 @dataclass
-class Errand:
+class WorkerJob:
     """Records to move between the device and the region; `number` names it in the reports."""
 
     number: int
@@ -38,7 +38,7 @@ class Errand:
     in the keys. Only for workers that have reported that they can."""
 
     @classmethod
-    def without_slots(cls, keys: Iterable[bytes]) -> Errand:
+    def without_slots(cls, keys: Iterable[bytes]) -> WorkerJob:
         """A load that fails on the worker."""
         known = [BlockKey(key) for key in keys]
         return cls(0, "", Geometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
@@ -46,11 +46,11 @@ class Errand:
 
 @dataclass
 class Report:
-    """How an errand ended, on one rank or on several."""
+    """How a worker job ended, on one rank or on several."""
 
     ranks: int
     failures: dict[int, Outcome] = field(default_factory=dict)
-    """What failed, by position in the errand's keys."""
+    """What failed, by position in the worker job's keys."""
     bytes_moved: int = 0
     busy_seconds: float = 0.0
     bytes_read: int = 0

@@ -28,13 +28,13 @@ from kvtier.vllm.guard import guarded, never_raising
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
-from kvtier.vllm.hooks.worker import ErrandSpec
+from kvtier.vllm.hooks.worker import WorkerJobSpec
 from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
-from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import read_engine, read_namespace, read_stack
-from kvtier.vllm.worker import RankWorker
+from kvtier.vllm.worker import RankShare, RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +95,14 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             kind.begin_memory(stack.tiers[0], self._near)
         return RankWorker(
             kv_caches,
-            blocks_per_chunk=self.blocks_per_chunk,
-            group_ids=[group.group_id for group in config.groups],
-            rank=config.parallel.rank,
-            ranks=config.parallel.world_size,
-            alike=ranks_alike(config),
-            pipelined=config.parallel.pp_size > 1,
+            RankShare(
+                rank=config.parallel.rank,
+                ranks=config.parallel.world_size,
+                blocks_per_chunk=self.blocks_per_chunk,
+                group_ids=tuple(group.group_id for group in config.groups),
+                alike=ranks_alike(config),
+                pipelined=config.parallel.pp_size > 1,
+            ),
             gds=stack.gds,
             folders=stack_config.folders(stack),
             attach=kind.attach,
@@ -163,9 +165,9 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         return sources.HOST if tier == 0 else sources.DISK
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
-        # It cannot refuse: a load without an errand of its own fails on the worker.
-        errand = self.chain_manager.prepare_load(keys, req_context.req_id)
-        return ErrandSpec(errand or Errand.without_slots(keys))
+        # It cannot refuse: a load without a worker job of its own fails on the worker.
+        worker_job = self.chain_manager.prepare_load(keys, req_context.req_id)
+        return WorkerJobSpec(worker_job or WorkerJob.without_slots(keys))
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """The workers' reports have ended the load already, one way or the other."""
@@ -177,11 +179,11 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self.has_events = True
         incomplete = self._incomplete(keys, req_context)
         complete = [key for key in keys if key not in incomplete]
-        taken, errand = self._manager.prepare_store(complete, req_context.req_id)
+        taken, worker_job = self._manager.prepare_store(complete, req_context.req_id)
         if taken:
-            self._adapters.stores(req_context.req_id, errand.number)
+            self._adapters.stores(req_context.req_id, worker_job.number)
         return interfaces.PrepareStoreOutput(
-            keys_to_store=taken, store_spec=ErrandSpec(errand), evicted_keys=[]
+            keys_to_store=taken, store_spec=WorkerJobSpec(worker_job), evicted_keys=[]
         )
 
     def complete_store(
@@ -193,13 +195,13 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def step_began(self, scheduled: Any) -> int | None:
-        """The engine goes to work on this; an errand of a load that it had better not wait for."""
+        """The engine goes to work on this; the job of a load that it had better not wait for."""
         self._manager.step_began(*prompt_tokens(scheduled), scheduled.num_scheduled_tokens)
         return self._manager.give_up() if self._manager.copying else None
 
     @guarded(lambda: None)
     def report(self, number: int, report: Report) -> str | None:
-        """What ranks say of an errand; names the request if its load has now failed."""
+        """What ranks say of a worker job; names the request if its load has now failed."""
         self._meter.reported(report)
         self.has_events = True
         if self._adapters.holds(number, report):

@@ -1,8 +1,8 @@
-"""The workers' side: carries errands between a rank's KV tensors and the engine's region.
+"""The workers' side: carries worker jobs between a rank's KV tensors and the engine's region.
 
-The region is mapped before the engine serves, or when the first errand names it, and mapped anew
-when a later one names another.
-Nothing here raises: an errand that cannot be carried out is reported as failed.
+The region is mapped before the engine serves, or when the first job names it, and mapped anew when
+a later one names another. Nothing here raises: a job that cannot be carried out is reported as
+failed.
 """
 
 from __future__ import annotations
@@ -17,39 +17,77 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout, Job, JobResult
+from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.cpu import CpuCopier, host_arrays
 from kvtier.device.cuda import device as cuda_device
-from kvtier.device.cuda import runtime as runtime_copies
-from kvtier.device.cuda.runtime import BatchCopy, or_else
 from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
-from kvtier.device.queue import Steps
+from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.pacing import EngineSteps
+from kvtier.device.pinned import PinPlan
+from kvtier.device.records import RankRecords
 from kvtier.errors import KVTierError
 from kvtier.interfaces.handler import HostRegion
 from kvtier.interfaces.mover import TransferKind
 from kvtier.settings import Gds
 from kvtier.types import Outcome
-from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry, Report
+from kvtier.vllm.protocol import NO_SLOT, Geometry, Report, WorkerJob
 
 logger = logging.getLogger(__name__)
 
 OpenCopier = Callable[[DeviceLayout, HostRegion, bytes], DeviceCopier]
-
-
 READY_S = 120.0
 """An engine's start waits no longer."""
 
 
-class Pinning(msgspec.Struct):
-    """What a rank's copiers have to know of the engine, to pin its region beside it."""
+class RankShare(msgspec.Struct, frozen=True):
+    """What a rank has of the engine's blocks, and of their records.
+
+    Where all ranks hold the same (`alike`), records have one part: the first writes it, and all
+    read it. Where each holds layers of its own (`pipelined`), some may hold more.
+    """
 
     rank: int
-    steps: Steps
-    least_slots: int = 0
-    """What a full batch may need at once."""
+    ranks: int
+    blocks_per_chunk: int
+    group_ids: tuple[int, ...]
+    alike: bool = False
+    pipelined: bool = False
+
+    @property
+    def part(self) -> int:
+        """The part of a record that it reads, and writes."""
+        return 0 if self.alike else self.rank
+
+    @property
+    def parts(self) -> int:
+        """How many there are."""
+        return 1 if self.alike else self.ranks
+
+    @property
+    def writes(self) -> bool:
+        """Whether it does; else what it has to store is written by the first."""
+        return self.rank == 0 or not self.alike
+
+    def layout(self, caches: Any, geometry: Geometry) -> DeviceLayout:
+        """How the KV tensors lie, which must be what the scheduler expects."""
+        stated = tuple(geometry.group_bytes[group] for group in self.group_ids)
+        try:
+            layout = DeviceLayout.of_caches(
+                caches, self.blocks_per_chunk, self.part, self.parts, self.group_ids
+            )
+            given = f"the KV tensors give {layout.group_bytes} in {self.parts}"
+            layout = layout.widened(stated) if self.pipelined else layout
+            if (stated, geometry.parts) == (layout.group_bytes, self.parts):
+                return layout
+        except ValueError as error:
+            given = str(error)
+        raise ValueError(
+            f"the scheduler expects chunks of {stated} bytes in {geometry.parts} parts, and "
+            f"{given}: this layout is not supported, and nothing is kept"
+        )
 
 
-class Ended(msgspec.Struct):
+class EndedJob(msgspec.Struct):
     """A job of vLLM's that has ended on this rank."""
 
     job_id: int
@@ -60,66 +98,54 @@ class Ended(msgspec.Struct):
 
 
 class RankWorker:
-    """Copies for one rank. Called from vLLM's worker thread only; the copier has its own.
-
-    Where all ranks hold the same (`alike`), records have one part: the first writes
-    it, and all read it. Where each holds layers of its own (`pipelined`), some may hold more.
-    """
+    """Copies for one rank. Called from vLLM's worker thread only; the copier has its own."""
 
     def __init__(
         self,
         caches: Any,
+        share: RankShare,
         *,
-        blocks_per_chunk: int,
-        group_ids: Sequence[int],
-        rank: int,
-        ranks: int,
-        alike: bool = False,
-        pipelined: bool = False,
         gds: Gds = Gds.OFF,
         folders: Sequence[Path] = (),
         attach: Callable[[Path], HostRegion],
         find_region: Callable[[], Path | None] = lambda: None,
         open_copier: OpenCopier | None = None,
     ) -> None:
-        part, parts = (0, 1) if alike else (rank, ranks)
-        self._caches, self._part, self._parts = caches, part, parts
-        self._per_chunk = blocks_per_chunk
-        self._writes = rank == 0 or not alike
-        """Else what this rank has to store is written by the first."""
-        self._pipelined = pipelined
-        self._group_ids = list(group_ids)
-        self.steps = Steps()
+        self._caches, self._share = caches, share
+        self.steps = EngineSteps()
         """Told by whoever is told of the engine's steps."""
-        self._pinning = Pinning(rank, self.steps)
+        self._least_slots = 0
+        """What a full batch may need at once."""
         self._find_region = find_region
-        self._open_copier = open_copier or device_of(caches, gds, folders, self._pinning)
+        self._open_copier = open_copier or self._device_copiers(gds, folders)
         self._copier: DeviceCopier | None = None
         self._attach = attach
         self._region: HostRegion | None = None
         self._opened: tuple[str, Geometry] | None = None
         self._numbers: dict[int, tuple[int, TransferKind]] = {}
-        """The errand of each job under way, and what kind of job it is."""
+        """The worker job of each job under way, and what kind of job it is."""
         self._writes_first = writes_first()
         self._overtaken: set[int] = set()
         """Jobs whose blocks the engine may have written to before they were copied out."""
-        self._ended: list[Ended] = []
+        self._ended: list[EndedJob] = []
         self._said = ""
         """The last reason for a failure that was logged."""
 
     # -- jobs ------------------------------------------------------------------------------
 
-    def store(self, job_id: int, errand: Errand, blocks: Blocks) -> None:
+    def store(self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks) -> None:
         """Copy blocks out of the device; reported later, like everything that goes wrong."""
-        self._submit(job_id, errand, blocks, TransferKind.STORE)
+        self._submit(job_id, worker_job, blocks, TransferKind.STORE)
 
-    def load(self, job_id: int, errand: Errand, blocks: Blocks, mark: object = None) -> None:
+    def load(
+        self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks, mark: object = None
+    ) -> None:
         """Copy blocks into the device as they arrive in the region, after what the engine had given
         its device to do when the mark was taken, or has by now."""
-        if any(s == NO_SLOT and i not in errand.files for i, s in enumerate(errand.slots)):
-            self._fail(job_id, errand, Outcome.DROPPED)
+        if any(s == NO_SLOT and i not in worker_job.files for i, s in enumerate(worker_job.slots)):
+            self._fail(job_id, worker_job, Outcome.DROPPED)
             return
-        self._submit(job_id, errand, blocks, TransferKind.LOAD, mark)
+        self._submit(job_id, worker_job, blocks, TransferKind.LOAD, mark)
 
     def mark(self) -> object:
         """Called when the engine is about to compute: whether to begin loads before it has, and
@@ -129,61 +155,63 @@ class RankWorker:
     def _submit(
         self,
         job_id: int,
-        errand: Errand,
-        blocks: Blocks,
+        worker_job: WorkerJob,
+        blocks: DeviceBlocks,
         kind: TransferKind,
         mark: object = None,
     ) -> None:
         try:
-            copier = self._open(errand.region, errand.geometry)
-            if kind is TransferKind.STORE and not self._writes:
+            copier = self._open(worker_job.region, worker_job.geometry)
+            if kind is TransferKind.STORE and not self._share.writes:
                 report = Report(1, reads_files=self._reads_files)
-                self._ended.append(Ended(job_id, errand.number, True, report, 0.0))
+                self._ended.append(EndedJob(job_id, worker_job.number, True, report, 0.0))
                 return
-            self._numbers[job_id] = (errand.number, kind)
+            self._numbers[job_id] = (worker_job.number, kind)
             if self._region is not None:
                 self._region.refresh()
             copier.submit(
-                Job(
+                CopyJob(
                     id=job_id,
                     kind=kind,
-                    keys=errand.keys,
-                    slots=errand.slots,
+                    keys=worker_job.keys,
+                    slots=worker_job.slots,
                     blocks=blocks,
-                    deadline=errand.deadline,
-                    files=errand.files,
+                    deadline=worker_job.deadline,
+                    files=worker_job.files,
                 ),
                 mark,
             )
         except (KVTierError, OSError, RuntimeError, ValueError) as error:
             if str(error) != self._said:  # else once a request, for ever
                 self._said = str(error)
-                logger.warning("a %s of %d blocks failed: %s", kind.value, len(errand.keys), error)
-            self.abandon(job_id, errand)
+                logger.warning(
+                    "a %s of %d blocks failed: %s", kind.value, len(worker_job.keys), error
+                )
+            self.abandon(job_id, worker_job)
 
-    def _fail(self, job_id: int, errand: Errand, outcome: Outcome) -> None:
-        failures = dict.fromkeys(range(len(errand.keys)), outcome)
+    def _fail(self, job_id: int, worker_job: WorkerJob, outcome: Outcome) -> None:
+        failures = dict.fromkeys(range(len(worker_job.keys)), outcome)
         report = Report(1, failures, reads_files=self._reads_files)
-        self._ended.append(Ended(job_id, errand.number, False, report, 0.0))
+        self._ended.append(EndedJob(job_id, worker_job.number, False, report, 0.0))
 
     @property
     def _reads_files(self) -> bool:
         return self._copier is not None and self._copier.reads_files
 
     def give_up(self, number: int) -> None:
-        """Wait no longer for what has not arrived of an errand's load."""
+        """Wait no longer for what has not arrived of a worker job's load."""
         for job_id, (each, _) in self._numbers.items():
             if each == number and self._copier is not None:
                 self._copier.give_up(job_id)
 
-    def abandon(self, job_id: int, errand: Errand) -> None:
+    def abandon(self, job_id: int, worker_job: WorkerJob) -> None:
         """Report that a job failed which the copier does not have."""
         self._numbers.pop(job_id, None)
-        self._fail(job_id, errand, Outcome.IO_ERROR)
+        self._fail(job_id, worker_job, Outcome.IO_ERROR)
 
     # -- results ---------------------------------------------------------------------------
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[EndedJob]:
         """Jobs that ended since the last call."""
         if not (self._numbers or self._ended):
             return []
@@ -192,7 +220,7 @@ class RankWorker:
             ended += [self._report(result) for result in self._copier.poll()]
         return ended
 
-    def _report(self, result: JobResult) -> Ended:
+    def _report(self, result: CopyResult) -> EndedJob:
         number, _ = self._numbers.pop(result.id)
         outcomes = result.outcomes
         if result.id in self._overtaken:
@@ -210,9 +238,9 @@ class RankWorker:
             self._copier is None or self._copier.pinned,
         )
         ok = not failures
-        return Ended(result.id, number, ok, report, result.seconds)
+        return EndedJob(result.id, number, ok, report, result.seconds)
 
-    def make_way(self, job_ids: Collection[int]) -> None:
+    def release_blocks(self, job_ids: Collection[int]) -> None:
         """The engine is about to write to device blocks of these jobs: return when it may. Where it
         may have done so already, what was not copied out by its last step is lost, and nobody need
         wait for it."""
@@ -237,13 +265,13 @@ class RankWorker:
 
     def make_ready(self, group_bytes: tuple[int, ...], parts: int, least_slots: int) -> None:
         """Before the engine serves: open its region, and return when copies are as fast as the
-        start should wait for. What this cannot do the first errand does, or fails at."""
+        start should wait for. What this cannot do the first worker job does, or fails at."""
         try:
             path = self._find_region()
             if path is None:
                 logger.info("the CPU region is opened with the first request")
                 return
-            self._pinning.least_slots = least_slots
+            self._least_slots = least_slots
             self.steps.begin_anew()
             with contextlib.closing(self._attach(path)) as region:
                 geometry = Geometry(region.namespace, group_bytes, parts)
@@ -255,32 +283,15 @@ class RankWorker:
     def _open(self, name: str, geometry: Geometry) -> DeviceCopier:
         if self._copier is not None and self._opened == (name, geometry):
             return self._copier
-        self._close_copier()
-        layout = self._as_stated(geometry)
+        self.close()
+        layout = self._share.layout(self._caches, geometry)
         self._region = self._attach(Path(name))
         self._opened = (name, geometry)
         self._copier = self._open_copier(layout, self._region, geometry.digest)
         return self._copier
 
-    def _as_stated(self, geometry: Geometry) -> DeviceLayout:
-        """How the KV tensors lie, which must be what the scheduler expects."""
-        stated = tuple(geometry.group_bytes[group] for group in self._group_ids)
-        try:
-            layout = DeviceLayout.of_caches(
-                self._caches, self._per_chunk, self._part, self._parts, self._group_ids
-            )
-            given = f"the KV tensors give {layout.group_bytes} in {self._parts}"
-            layout = layout.widened(stated) if self._pipelined else layout
-            if (stated, geometry.parts) == (layout.group_bytes, self._parts):
-                return layout
-        except ValueError as error:
-            given = str(error)
-        raise ValueError(
-            f"the scheduler expects chunks of {stated} bytes in {geometry.parts} parts, and "
-            f"{given}: this layout is not supported, and nothing is kept"
-        )
-
-    def _close_copier(self) -> None:
+    def close(self) -> None:
+        """End the copier and let go of the region."""
         if self._copier is not None:
             self._copier.close()
             self._ended += [self._report(result) for result in self._copier.poll()]
@@ -289,9 +300,45 @@ class RankWorker:
             self._region.close()
             self._region = None
 
-    def close(self) -> None:
-        """End the copier and let go of the region."""
-        self._close_copier()
+    def _device_copiers(self, gds: Gds, folders: Sequence[Path]) -> OpenCopier:
+        """How copiers are opened for the device that the KV tensors are on.
+
+        Raises MediumError if that is to read from disks directly, and cannot.
+        """
+        device = self._caches.tensors[0].tensor.device
+        index = device.index or 0
+
+        def attempt(folder: Path) -> str | None:
+            if device.type != "cuda":
+                return f"the KV tensors are on a {device.type} device"
+            return probe(folder, device=index)
+
+        access = DirectAccess(gds, folders, attempt, lambda: KvikioDriver(index))
+        if gds is Gds.REQUIRE:
+            access.works()
+        if device.type == "cuda":
+            cuda_device.build_kernels(index)
+
+        def open_copier(layout: DeviceLayout, region: HostRegion, namespace: bytes) -> DeviceCopier:
+            if device.type == "cpu":
+                records = RankRecords(layout, region, namespace)
+                return CpuCopier(records, host_arrays(self._caches))
+            if device.type != "cuda":
+                raise ValueError(f"KV tensors on a {device.type} device are not supported")
+            plan = PinPlan(
+                self.steps,
+                region.pinning_order(),
+                self._least_slots,
+                partial(region.note_pinned, self._share.rank),
+                region.watch,
+            )
+            no_files = access.mode is Gds.OFF
+            open_direct = None if no_files else lambda: access.open(layout, namespace)
+            return cuda_device.open_copier(
+                layout, region, namespace, index=index, plan=plan, open_direct=open_direct
+            )
+
+        return open_copier
 
 
 def writes_first() -> bool:
@@ -309,60 +356,7 @@ def writes_first() -> bool:
     return config is not None and bool(config.use_v2_model_runner)
 
 
-def device_of(caches: Any, gds: Gds, folders: Sequence[Path], pinning: Pinning) -> OpenCopier:
-    """How copiers are opened for the device that the KV tensors are on.
-
-    Raises MediumError if that is to read from disks directly, and cannot.
-    """
-    device = caches.tensors[0].tensor.device
-    index = device.index or 0
-
-    def attempt(folder: Path) -> str | None:
-        if device.type != "cuda":
-            return f"the KV tensors are on a {device.type} device"
-        return probe(folder, device=index)
-
-    access = DirectAccess(gds, folders, attempt, lambda: KvikioDriver(index))
-    if gds is Gds.REQUIRE:
-        access.works()
-
-    def batch_copy() -> BatchCopy:
-        import torch
-
-        from kvtier.vllm.hooks.interfaces import batched_copy
-
-        theirs = runtime_copies.torch_copy(
-            batched_copy()
-        )  # knows no other way where there are no batches
-        return or_else(theirs, lambda: runtime_copies.runtime_copy(torch))
-
-    if device.type == "cuda":
-        cuda_device.build_kernels(index, batch_copy)
-
-    def open_copier(layout: DeviceLayout, region: HostRegion, namespace: bytes) -> DeviceCopier:
-        if device.type == "cpu":
-            return CpuCopier(layout, host_arrays(caches), region, namespace)
-        if device.type != "cuda":
-            raise ValueError(f"KV tensors on a {device.type} device are not supported")
-        return cuda_device.open_copier(
-            layout,
-            region,
-            region.data,
-            namespace,
-            index=index,
-            batch_copy=batch_copy(),
-            open_direct=None if access.mode is Gds.OFF else lambda: access.open(layout, namespace),
-            order=region.pinning_order(),
-            least_slots=pinning.least_slots,
-            steps=pinning.steps,
-            note=partial(region.note_pinned, pinning.rank),
-            watch=region.watch,
-        )
-
-    return open_copier
-
-
-def blocks_of(spec: Any) -> Blocks:
+def blocks_of(spec: Any) -> DeviceBlocks:
     """vLLM's description of device blocks as plain numbers."""
     ids = np.asarray(spec.block_ids, dtype=np.int64)
-    return Blocks(ids, list(spec.group_sizes), list(spec.block_indices))
+    return DeviceBlocks(ids, list(spec.group_sizes), list(spec.block_indices))

@@ -10,18 +10,12 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice
 
-from kvtier.device.copier import (
-    Blocks,
-    DeviceCopier,
-    DeviceLayout,
-    DeviceTensor,
-    Job,
-    PageRef,
-    Prover,
-)
+from kvtier.device.copier import CopyJob, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.queue import LOCK_KEPT_S, JobQueue
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.queue import GIL_KEPT_S, JobQueue
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.slab import layout as table
 
@@ -65,9 +59,9 @@ class Setting:
         self.device = FakeDevice(staging=staging or 0)
         self.copier: DeviceCopier
         if staging is None:
-            self.copier = CpuCopier(self.layout, [self.pool], self.host, NAMESPACE)
+            self.copier = CpuCopier(RankRecords(self.layout, self.host, NAMESPACE), [self.pool])
         else:
-            self.copier = CudaCopier(self.layout, self.device, self.host, NAMESPACE)
+            self.copier = CudaCopier(RankRecords(self.layout, self.host, NAMESPACE), self.device)
             assert self.copier.prepared.wait(HANGS_S)
         self.keys = keys_of(ROWS)
         self._submit(TransferKind.STORE)
@@ -81,12 +75,12 @@ class Setting:
         for slot, key in enumerate(self.keys):
             self.host.put(slot, key, table.RESERVED)
         self.copier.submit(
-            Job(
+            CopyJob(
                 id=0,
                 kind=kind,
                 keys=self.keys,
                 slots=list(range(ROWS)),
-                blocks=Blocks(np.arange(ROWS), [ROWS], [0]),
+                blocks=DeviceBlocks(np.arange(ROWS), [ROWS], [0]),
                 deadline=float("inf"),
             )
         )
@@ -120,7 +114,7 @@ def test_a_long_load_is_looked_at_less_often_but_is_not_much_longer_for_that() -
     tensor = DeviceTensor(0, ROWS, PAGE, PAGE)
     layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),))
     host = MemoryHost(layout, ROWS)
-    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), 1)
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), 1)
     pauses = [job_queue.pause(waited) for waited in (0.0, 0.03, 0.064, 0.1, 60.0)]
     assert pauses == pytest.approx([0.001, 0.001, 0.002, 0.1 / 32, 0.004])
 
@@ -128,7 +122,7 @@ def test_a_long_load_is_looked_at_less_often_but_is_not_much_longer_for_that() -
 def test_an_engine_that_is_busy_in_python_lets_a_copier_have_the_lock_soon() -> None:
     usual = sys.getswitchinterval()
     try:
-        for before, after in ((5e-3, LOCK_KEPT_S), (1e-5, 1e-5)):
+        for before, after in ((5e-3, GIL_KEPT_S), (1e-5, 1e-5)):
             sys.setswitchinterval(before)
             Setting(4).copier.close()
             assert sys.getswitchinterval() == pytest.approx(after)

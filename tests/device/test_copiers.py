@@ -15,25 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
-from support.device.fake_device import FakeDevice
+from support.device.fake_device import FakeDevice, FakeMemory
 
 from kvtier.backends.cpu.memory import Arena
 from kvtier.device import cpu as cpu_copier
-from kvtier.device.copier import (
-    Blocks,
-    DeviceCopier,
-    DeviceLayout,
-    DeviceTensor,
-    Host,
-    Job,
-    JobResult,
-    PageRef,
-    cut,
-)
+from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda import copier as cuda_copier
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
 from kvtier.device.queue import JobQueue
+from kvtier.device.records import Host, RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, verify
 from kvtier.slab import layout as table
@@ -52,33 +44,33 @@ def open_copier(
     kind: str, world: World, host: Host, namespace: bytes = NAMESPACE, **more: Any
 ) -> DeviceCopier:
     if kind == "cpu":
-        return CpuCopier(world.layout, world.arrays(), host, namespace, **more)
+        return CpuCopier(RankRecords(world.layout, host, namespace), world.arrays(), **more)
     room = 1 if kind == "tight" else 1 << 30  # for a record, or for whole batches
     device = FakeDevice(staging=0 if kind == "streams" else 3, room=room)
-    copier = CudaCopier(world.addressed(), device, host, namespace, **more)
+    copier = CudaCopier(RankRecords(world.addressed(), host, namespace), device, **more)
     assert copier.prepared.wait(60)
     return copier
 
 
-def run(copier: DeviceCopier, *each: Job) -> list[JobResult]:
+def run(copier: DeviceCopier, *each: CopyJob) -> list[CopyResult]:
     """Jobs to their ends."""
     for job in each:
         copier.submit(job)
     return ended(copier, *(job.id for job in each))
 
 
-def ended(copier: DeviceCopier, *ids: int) -> list[JobResult]:
+def ended(copier: DeviceCopier, *ids: int) -> list[CopyResult]:
     """The ends of jobs, which come after what an engine waits for."""
     copier.wait(ids)
-    results: list[JobResult] = []
+    results: list[CopyResult] = []
     while len(results) < len(ids):
         results += copier.poll()
     return results
 
 
-def job_of(kind: TransferKind, blocks: Blocks, keys: list[BlockKey], **more: Any) -> Job:
+def job_of(kind: TransferKind, blocks: DeviceBlocks, keys: list[BlockKey], **more: Any) -> CopyJob:
     fields: dict[str, Any] = {"id": 1, "deadline": NEVER, "slots": list(range(len(keys))), **more}
-    return Job(kind=kind, keys=keys, blocks=blocks, **fields)
+    return CopyJob(kind=kind, keys=keys, blocks=blocks, **fields)
 
 
 @pytest.mark.parametrize("of", ["cpu", "strips", "streams", "staged", "tight"])
@@ -98,12 +90,12 @@ def test_records_out_and_back_are_the_same_pages(of: str, data: st.DataObject) -
 def out_and_back(of: str, world: World, data: st.DataObject) -> None:
     layout = world.layout
     stored = data.draw(jobs(layout, whole=True))
-    pieces = cut(layout, stored)
-    host = MemoryHost(layout, max(len(pieces), 1))
-    keys = keys_of(len(pieces), groups=pieces.group.tolist())
+    groups = cut(layout, stored).groups
+    host = MemoryHost(layout, max(len(groups), 1))
+    keys = keys_of(len(groups), groups=groups)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.RESERVED)
-        size = layout.group_bytes[pieces.group[slot]]
+        size = layout.group_bytes[groups[slot]]
         Header(key, NAMESPACE, size, layout.parts).write(host.record(slot))  # as rank 0 does
     before = world.memory.copy()
     copier = open_copier(of, world, host)
@@ -157,15 +149,17 @@ def filled(copier: DeviceCopier, host: MemoryHost, count: int = 4) -> list[Block
     keys = keys_of(count)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.RESERVED)
-    (result,) = run(copier, job_of(STORE, Blocks(np.arange(2 * count), [2 * count], [0]), keys))
+    (result,) = run(
+        copier, job_of(STORE, DeviceBlocks(np.arange(2 * count), [2 * count], [0]), keys)
+    )
     assert result.ok
     for slot, key in enumerate(keys):
         host.put(slot, key, table.VALID)
     return keys
 
 
-def onto(blocks: int, at: int = 16, start: int = 0) -> Blocks:
-    return Blocks(np.arange(at, at + blocks), [blocks], [start])
+def onto(blocks: int, at: int = 16, start: int = 0) -> DeviceBlocks:
+    return DeviceBlocks(np.arange(at, at + blocks), [blocks], [start])
 
 
 def test_a_stored_record_proves_itself(copier: DeviceCopier, host: MemoryHost) -> None:
@@ -193,7 +187,7 @@ def test_a_partial_chunk_is_never_stored(copier: DeviceCopier, host: MemoryHost)
     keys = keys_of(2)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.RESERVED)
-    (result,) = run(copier, job_of(STORE, Blocks(np.arange(3), [3], [1]), keys))
+    (result,) = run(copier, job_of(STORE, DeviceBlocks(np.arange(3), [3], [1]), keys))
     assert result.outcomes == [Outcome.DROPPED] * 2, "nobody knows which block is missing"
 
 
@@ -552,7 +546,8 @@ def test_close_does_not_wait_for_a_thread_for_ever(
     for module in (cpu_copier, cuda_copier):
         monkeypatch.setattr(module, "CLOSE_S", 0.01)
     host, released = Gated(world.layout, 8), list[bool]()
-    more = {} if kind == "cpu" else {"on_close": lambda: released.append(True)}
+    memory = FakeMemory(close=lambda: released.append(True))
+    more = {} if kind == "cpu" else {"memory": memory}
     copier = open_copier(kind, world, host, **more)
     hanging_store(copier, host)
     copier.close()
@@ -623,7 +618,7 @@ def test_two_ranks_write_one_record_in_a_slab(tmp_path: Path, kind: str) -> None
         open_copier(kind, World(layout, memory), region)
         for layout, memory in zip(ranks, memories, strict=True)
     ]
-    blocks = Blocks(np.array([4, 5]), [2], [0])
+    blocks = DeviceBlocks(np.array([4, 5]), [2], [0])
     for copier in copiers:
         assert run(copier, job_of(STORE, blocks, [key], slots=[3]))[0].ok
     region.table[at] = table.VALID

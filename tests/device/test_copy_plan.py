@@ -2,117 +2,94 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.device.device_worlds import World, jobs, pages, worlds
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, PageRef, cut, describe
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut, describe
 
 FAR = 1 << 40
 """Records lie so far apart in these tests that an address names record and offset."""
 
 
+def planned(layout: DeviceLayout, blocks: DeviceBlocks) -> list[tuple[int, int, int]]:
+    """Device, host and size of every copy of a job, group by group."""
+    chunks = cut(layout, blocks)
+    records = np.arange(1, len(chunks) + 1, dtype=np.int64) * FAR
+    found: list[tuple[int, int, int]] = []
+    for group in range(len(layout.groups)):
+        rows = [row for row, each in enumerate(chunks.groups) if each == group]
+        copies = describe(layout, group, chunks.ids[rows], records[rows])
+        found += zip(*(column.tolist() for column in copies), strict=True)
+    return found
+
+
 @given(st.data())
 def test_copies_are_what_the_obvious_walk_finds(data: st.DataObject) -> None:
+    """Each once, in the order of records, and none that could have been one with the last."""
     world: World = data.draw(worlds())
     layout = world.layout
     blocks = data.draw(jobs(layout))
-    pieces = cut(layout, blocks)
-    records = np.arange(1, len(pieces) + 1, dtype=np.int64) * FAR
-    copies = describe(layout, blocks, pieces, records)
-
-    planned = set()
-    for index in range(len(pieces)):
-        for at in range(copies.starts[index], copies.starts[index + 1]):
-            assert copies.host[at] // FAR == index + 1, "copies come in the order of records"
-            for byte in range(copies.sizes[at]):
-                device = int(copies.device[at]) + byte
-                planned.add((device, index, int(copies.host[at]) % FAR + byte))
-    assert sum(copies.sizes.tolist()) == len(planned), "nothing is copied twice"
-    walked = {
+    copies = planned(layout, blocks)
+    bytes_of = [
+        (device + byte, host // FAR - 1, host % FAR + byte)
+        for device, host, size in copies
+        for byte in range(size)
+    ]
+    assert sorted(bytes_of) == sorted(
         (page.device + byte, page.record, page.host + byte)
         for page in pages(layout, blocks)
         for byte in range(page.size)
-    }
-    assert planned == walked
+    )
+    records = [host // FAR for _, host, _ in copies]
+    assert records == sorted(records)
+    for (device, host, size), (next_device, next_host, _) in itertools.pairwise(copies):
+        assert (next_device, next_host) != (device + size, host + size)
 
 
 @given(st.data())
-def test_no_two_copies_could_have_been_one(data: st.DataObject) -> None:
-    world: World = data.draw(worlds())
-    blocks = data.draw(jobs(world.layout))
-    pieces = cut(world.layout, blocks)
-    records = np.arange(1, len(pieces) + 1, dtype=np.int64) * FAR
-    copies = describe(world.layout, blocks, pieces, records)
-    for at in range(1, len(copies.sizes)):
-        size = copies.sizes[at - 1]
-        follows = copies.device[at] == copies.device[at - 1] + size
-        assert not (follows and copies.host[at] == copies.host[at - 1] + size)
-
-
-@given(st.data())
-def test_pieces_cover_the_job_and_know_what_is_whole(data: st.DataObject) -> None:
-    world: World = data.draw(worlds())
-    layout = world.layout
+def test_rows_cover_the_job_and_know_what_is_whole(data: st.DataObject) -> None:
+    layout = data.draw(worlds()).layout
     blocks = data.draw(jobs(layout))
-    pieces = cut(layout, blocks)
-    assert sum(pieces.length.tolist()) == len(blocks.ids)
-    seen: dict[int, int] = {}
-    for page in pages(layout, blocks):
-        seen[page.record] = seen.get(page.record, 0) + 1
-    for index, is_whole in enumerate((pieces.length == layout.blocks_per_chunk).tolist()):
-        refs = len(layout.groups[pieces.group[index]])
-        assert is_whole == (seen[index] == refs * layout.blocks_per_chunk)
+    chunks = cut(layout, blocks)
+    assert chunks.ids[chunks.ids >= 0].tolist() == blocks.ids.tolist()
+    seen = collections.Counter(page.record for page in pages(layout, blocks))
+    for index, ids in enumerate(chunks.ids):
+        refs = len(layout.groups[chunks.groups[index]])
+        assert seen[index] == refs * (ids >= 0).sum()
 
 
-def test_neighbouring_blocks_of_a_layer_are_one_copy() -> None:
-    layout = DeviceLayout(
-        tuple(DeviceTensor(layer * 10_000, 8, 100, 100) for layer in range(3)),
-        (tuple(PageRef(layer, 100) for layer in range(3)),),
-        blocks_per_chunk=4,
-    )
-    blocks = Blocks(np.arange(4), [4], [0])
-    copies = describe(layout, blocks, cut(layout, blocks), np.array([FAR]))
-    assert copies.sizes.tolist() == [400, 400, 400]
-
-
-def test_a_block_that_lies_in_one_piece_is_one_copy() -> None:
-    layout = DeviceLayout(
-        tuple(DeviceTensor(layer * 100, 8, 300, 100) for layer in range(3)),
-        (tuple(PageRef(layer, 100) for layer in range(3)),),
-    )
-    blocks = Blocks(np.array([5, 2]), [2], [0])
-    copies = describe(layout, blocks, cut(layout, blocks), np.array([FAR, 2 * FAR]))
-    assert copies.sizes.tolist() == [300, 300]
-    assert copies.device.tolist() == [1500, 600]
-
-
-def test_no_copy_goes_on_into_the_next_record() -> None:
-    """Even if that begins where the part ends."""
-    layout = DeviceLayout((DeviceTensor(0, 8, 100, 100),), ((PageRef(0, 100),),), 2)
-    blocks = Blocks(np.arange(4), [4], [0])
-    copies = describe(layout, blocks, cut(layout, blocks), np.array([FAR, FAR + 200]))
-    assert copies.sizes.tolist() == [200, 200]
-    assert copies.starts.tolist() == [0, 1, 2]
+def test_what_lies_together_is_one_copy() -> None:
+    """Neighbouring blocks of a layer, or the layers of a block."""
+    apart = tuple(DeviceTensor(layer * 10_000, 8, 100, 100) for layer in range(3))
+    groups = (tuple(PageRef(layer, 100) for layer in range(3)),)
+    blocks = DeviceBlocks(np.arange(4), [4], [0])
+    copies = planned(DeviceLayout(apart, groups, blocks_per_chunk=4), blocks)
+    assert [size for _, _, size in copies] == [400, 400, 400]
+    packed = tuple(DeviceTensor(layer * 100, 8, 300, 100) for layer in range(3))
+    copies = planned(DeviceLayout(packed, groups), DeviceBlocks(np.array([5, 2]), [2], [0]))
+    assert [(device, size) for device, _, size in copies] == [(1500, 300), (600, 300)]
 
 
 def test_a_block_must_be_there_in_every_tensor() -> None:
     layout = DeviceLayout(
         (DeviceTensor(0, 4, 8, 8), DeviceTensor(64, 2, 8, 8)), ((PageRef(0, 8),), (PageRef(1, 8),))
     )
-    assert len(cut(layout, Blocks(np.array([1]), [1, 0], [0, 0]))) == 1
+    assert len(cut(layout, DeviceBlocks(np.array([1]), [1, 0], [0, 0]))) == 1
     with pytest.raises(ValueError, match="between 0 and 1"):
-        cut(layout, Blocks(np.array([2]), [1, 0], [0, 0]))
+        cut(layout, DeviceBlocks(np.array([2]), [1, 0], [0, 0]))
 
 
 def test_an_empty_job_has_no_copies() -> None:
     layout = DeviceLayout((DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),),))
-    blocks = Blocks(np.zeros(0, np.int64), [0], [3])
-    pieces = cut(layout, blocks)
-    assert len(pieces) == 0
-    assert describe(layout, blocks, pieces, np.zeros(0, np.int64)).starts.tolist() == [0]
+    blocks = DeviceBlocks(np.zeros(0, np.int64), [0], [3])
+    assert len(cut(layout, blocks)) == 0
+    assert planned(layout, blocks) == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +99,7 @@ def test_an_empty_job_has_no_copies() -> None:
 def test_impossible_jobs_are_refused(ids: list[int], sizes: list[int], starts: list[int]) -> None:
     layout = DeviceLayout((DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),),))
     with pytest.raises(ValueError, match=r"block"):
-        cut(layout, Blocks(np.array(ids, np.int64), sizes, starts))
+        cut(layout, DeviceBlocks(np.array(ids, np.int64), sizes, starts))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
 from kvtier.device import cpu as cpu_copier
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, Prover
+from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier, host_arrays
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.queue import JobQueue
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES
 from kvtier.slab import layout as table
@@ -29,9 +31,9 @@ def a_world() -> World:
     return World(DeviceLayout(tensors, groups), memory)
 
 
-def job_of(kind: TransferKind, name: int, slots: list[int], keys: list[Any], at: int) -> Job:
-    blocks = Blocks(np.arange(at, at + len(slots)), [len(slots)], [0])
-    return Job(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+def job_of(kind: TransferKind, name: int, slots: list[int], keys: list[Any], at: int) -> CopyJob:
+    blocks = DeviceBlocks(np.arange(at, at + len(slots)), [len(slots)], [0])
+    return CopyJob(id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
 
 
 class Gate(MemoryHost):
@@ -66,7 +68,7 @@ def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
     world = a_world()
     host = Gate(world.layout, 8)
     keys = keys_of(5)
-    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE, load_threads=1)
+    copier = CpuCopier(RankRecords(world.layout, host, NAMESPACE), world.arrays(), load_threads=1)
     for slot in (0, 1):
         host.put(slot, keys[slot], table.RESERVED)
     copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
@@ -95,7 +97,7 @@ def test_a_store_that_the_engine_waits_for_goes_before_loads_and_other_stores() 
     keys = keys_of(5)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.VALID if slot < 2 else table.RESERVED)
-    job_queue = JobQueue(world.layout, Prover(world.layout, host, NAMESPACE), 1)
+    job_queue = JobQueue(RankRecords(world.layout, host, NAMESPACE), 1)
     job_queue.submit(job_of(TransferKind.LOAD, 1, [0, 1], keys[:2], 0))
     job_queue.submit(job_of(TransferKind.STORE, 2, [2, 3], keys[2:4], 8))
     job_queue.submit(job_of(TransferKind.STORE, 3, [4], keys[4:], 16))
@@ -117,9 +119,9 @@ def test_two_threads_share_a_load_in_few_batches() -> None:
     for slot, key in enumerate(keys):
         host.put(slot, key, table.VALID)
     unit = 3 * world.layout.part_bytes[0]
-    prover = Prover(world.layout, host, NAMESPACE)
+    prover = RankRecords(world.layout, host, NAMESPACE)
     for sharers, expected in ((2, [12, 10, 5, 3, 2]), (0, [3] * 10 + [2])):
-        job_queue = JobQueue(world.layout, prover, unit, sharers=sharers)
+        job_queue = JobQueue(prover, unit, sharers=sharers)
         job_queue.submit(job_of(TransferKind.LOAD, 1, list(range(32)), keys, 0))
         sizes = []
         while batch := job_queue.next(job_queue.load, wait=False):
@@ -132,7 +134,7 @@ def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: An
     monkeypatch.setattr(cpu_copier, "_STRIP_BYTES", PAGE)
     world = a_world()
     host, keys = MemoryHost(world.layout, 2), keys_of(2)
-    copier = CpuCopier(world.layout, world.arrays(), host, NAMESPACE)
+    copier = CpuCopier(RankRecords(world.layout, host, NAMESPACE), world.arrays())
     for state in (table.RESERVED, table.VALID):
         for slot, key in enumerate(keys):
             host.put(slot, key, state)

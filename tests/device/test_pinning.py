@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.device import pinned as pinned
-from kvtier.device.pinned import PinnedMemory
-from kvtier.device.queue import SHARE, Steps
+from kvtier.device.pacing import SHARE, EngineSteps
+from kvtier.device.pinned import PinnedMemory, PinPlan
 
 SLOT, SLOTS, PIECE = 4096, 64, 4
 STEP_S = 0.005
@@ -22,7 +22,7 @@ class Engine:
 
     def __init__(self, slot_s: float, busy: float = 0.0, refuse_at: int = -1) -> None:
         self.now = 0.0
-        self.steps = Steps(self.clock)
+        self.steps = EngineSteps(self.clock)
         self.slices: list[tuple[float, int, float]] = []
         """When each began, its first slot, and how long it took."""
         self.returned = 0
@@ -72,10 +72,7 @@ class Engine:
             memoryview(self.memory),
             SLOT,
             self,
-            order=order or pieces,
-            least_bytes=least * SLOT,
-            steps=self.steps,
-            note=self.note,
+            PinPlan(self.steps, order or pieces, least, self.note),
             clock=self.clock,
         )
 

@@ -14,10 +14,13 @@ from support.device.fake_device import FakeDevice, FakeStage
 from support.processes.clocks import Clock
 
 from kvtier.device.accelerator import Stage
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef, Prover
-from kvtier.device.cuda.copier import CudaCopier, _Pipe
-from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, StagedPath
-from kvtier.device.queue import Batch, JobQueue, Steps, StorePace
+from kvtier.device.copier import CopyJob
+from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.cuda.paths import STORES_AT_ONCE, StagedPath, StagePool
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.pacing import EngineSteps, StorePace
+from kvtier.device.queue import CopyBatch, JobQueue
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES
 from kvtier.slab import layout as table
@@ -26,7 +29,7 @@ from kvtier.types import FilePlace, Outcome
 PAGE, ROWS = 512, 8
 
 
-def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
+def setting() -> tuple[Any, DeviceLayout, MemoryHost, CopyJob]:
     """A device's memory, and a store of all of it."""
     pool = np.arange(ROWS * PAGE, dtype=np.uint32).astype(np.uint8)
     tensor = DeviceTensor(int(pool.ctypes.data), ROWS, PAGE, PAGE)
@@ -34,12 +37,12 @@ def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
     host, keys = MemoryHost(layout, ROWS), keys_of(ROWS)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.RESERVED)
-    job = Job(
+    job = CopyJob(
         id=0,
         kind=TransferKind.STORE,
         keys=keys,
         slots=list(range(ROWS)),
-        blocks=Blocks(np.arange(ROWS), [ROWS], [0]),
+        blocks=DeviceBlocks(np.arange(ROWS), [ROWS], [0]),
         deadline=float("inf"),
     )
     return pool, layout, host, job
@@ -47,7 +50,7 @@ def setting() -> tuple[Any, DeviceLayout, MemoryHost, Job]:
 
 def test_batches_are_cut_to_fit() -> None:
     _pool, layout, host, job = setting()
-    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), 100 * PAGE)
     job_queue.fit([3])
     job_queue.fit([5])
     job_queue.submit(job)
@@ -58,7 +61,7 @@ def test_batches_are_cut_to_fit() -> None:
 def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
     _pool, layout, host, job = setting()
     layout = msgspec.structs.replace(layout, group_ids=(1,))
-    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE, reads_files=True)
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), PAGE, reads_files=True)
     with pytest.raises(ValueError, match="other groups"):
         job_queue.submit(job)
     job = msgspec.structs.replace(job, keys=keys_of(ROWS, groups=[1] * ROWS))
@@ -71,7 +74,7 @@ def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
 
 def test_one_bad_slot_stops_no_store() -> None:
     _pool, layout, host, job = setting()
-    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), PAGE)
     job_queue.submit(job)
     outcomes = [Outcome.GONE] + [Outcome.OK] * (ROWS - 1)
     for outcome in outcomes:
@@ -84,26 +87,19 @@ def test_one_bad_slot_stops_no_store() -> None:
 
 def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     _pool, layout, host, job = setting()
-    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), 100 * PAGE)
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), 100 * PAGE)
     job_queue.submit(job)
     large = job_queue.next(job_queue.store)
     assert large is not None
     assert len(large.rows) == ROWS
-    device, moved = FakeDevice(staging=2, room=3 * PAGE), []
-
-    def move(batch: Batch, stage: Stage) -> None:
-        moved.append(len(batch.rows))
-
-    lane = device.lane(urgent=False)
-    pipe = _Pipe(lane, lane.to_host)
-    assert not pipe.by_stage(move, large)
-    pipe.use(device.stages(layout, 100 * PAGE, urgent=False))
-    assert not pipe.by_stage(move, large)
-    assert pipe.by_stage(move, Batch(large.work, large.rows[:3]))
-    assert moved == [3]
+    pool = StagePool()
+    assert not pool.fits(large)
+    pool.use(FakeDevice(staging=2, room=3 * PAGE).stages(layout, 100 * PAGE, urgent=False))
+    assert not pool.fits(large)
+    assert pool.fits(CopyBatch(large.work, large.rows[:3]))
 
 
-def store_while_awaited(copier: CudaCopier, job: Job) -> None:
+def store_while_awaited(copier: CudaCopier, job: CopyJob) -> None:
     """The engine waits until the job has left its blocks; then the job ends well."""
     copier.submit(job)
     copier.wait([0])
@@ -115,7 +111,7 @@ def store_while_awaited(copier: CudaCopier, job: Job) -> None:
 def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
     _pool, layout, host, job = setting()
     device = FakeDevice(staging=2, room=3 * PAGE)
-    copier = CudaCopier(layout, device, host, NAMESPACE)
+    copier = CudaCopier(RankRecords(layout, host, NAMESPACE), device)
     assert copier.prepared.wait(60)
     store_while_awaited(copier, job)
     copier.close()
@@ -123,9 +119,9 @@ def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
 
 def test_an_engine_that_waits_for_a_store_does_not_wait_for_its_pace() -> None:
     _pool, layout, host, job = setting()
-    steps, clock = Steps(), Clock()
+    steps, clock = EngineSteps(), Clock()
     device = FakeDevice(staging=2, room=3 * PAGE)
-    copier = CudaCopier(layout, device, host, NAMESPACE, steps=steps, clock=clock)
+    copier = CudaCopier(RankRecords(layout, host, NAMESPACE), device, steps=steps, clock=clock)
     assert copier.prepared.wait(60)
     assert steps.listener is not None
     copier._pace.share, copier._pace._next = 1 / 64, clock() + 3600
@@ -148,10 +144,10 @@ def test_room_for_loads_alone_is_told_as_such(caplog: pytest.LogCaptureFixture) 
                 raise RuntimeError("they do not fit")
             return super().stages(layout, batch_bytes, urgent=urgent)
 
-    copier = CudaCopier(layout, Small(staging=2), host, NAMESPACE)
+    copier = CudaCopier(RankRecords(layout, host, NAMESPACE), Small(staging=2))
     assert copier.prepared.wait(60)
-    assert "stores are copied page by page and proved by the host: they do not fit" in caplog.text
-    assert (copier._loads.staged, copier._stores.staged) == (True, False)
+    assert "stores are copied page by page and verified by the host: they do not fit" in caplog.text
+    assert (bool(copier._load_stages), bool(copier._store_stages)) == (True, False)
     copier.close()
 
 
@@ -159,16 +155,10 @@ def by_one_buffer(
     layout: DeviceLayout, host: MemoryHost
 ) -> tuple[FakeDevice, JobQueue, StagedPath, Stage]:
     """For one record."""
-    device, prover = FakeDevice(staging=1, room=PAGE), Prover(layout, host, NAMESPACE)
+    device, records = FakeDevice(staging=1, room=PAGE), RankRecords(layout, host, NAMESPACE)
     (stage,) = device.stages(layout, PAGE, urgent=True)
-    job_queue = JobQueue(layout, prover, PAGE)
-    slots_at = int(np.frombuffer(host.record(0), np.uint8).ctypes.data)
-    return (
-        device,
-        job_queue,
-        StagedPath(layout, job_queue, prover, slots_at, host.slot_bytes, StorePace()),
-        stage,
-    )
+    job_queue = JobQueue(records, PAGE)
+    return device, job_queue, StagedPath(records, job_queue, StorePace()), stage
 
 
 def test_how_far_the_engine_has_come_is_asked_once_for_each_job() -> None:
@@ -228,7 +218,7 @@ def test_nothing_more_of_a_failed_load_is_copied() -> None:
     for slot, key in enumerate(job.keys):
         host.put(slot, key, table.VALID)
     host.record(0)[HEADER_BYTES] ^= 1
-    turned = Blocks(np.arange(ROWS)[::-1].copy(), [ROWS], [0])
+    turned = DeviceBlocks(np.arange(ROWS)[::-1].copy(), [ROWS], [0])
     before = pool.copy()
     job_queue.submit(
         msgspec.structs.replace(job, id=1, kind=TransferKind.LOAD, blocks=turned), device.mark()
@@ -258,7 +248,7 @@ class Sleeper(threading.Condition):
 def test_an_engine_does_not_wait_for_what_is_only_looked_at_of_a_failed_load() -> None:
     """The last batch that might write to its blocks has ended; the others are of no use to it."""
     _pool, layout, host, job = setting()
-    job_queue = JobQueue(layout, Prover(layout, host, NAMESPACE), PAGE)
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), PAGE)
     job_queue._done = sleeper = Sleeper(job_queue._lock)
     for slot, key in enumerate(job.keys):
         host.put(slot, key, table.VALID)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from support.processes.clocks import Clock
 
-from kvtier.device.queue import Steps, StorePace
+from kvtier.device.pacing import EngineSteps, StorePace
 
 STEP_S, STORE_S, TICK_S = 0.006, 0.0013, 0.0001
 
@@ -121,7 +121,7 @@ def test_a_store_waits_no_longer_when_the_engine_does_or_ends(
 
 def test_only_steps_that_follow_each_other_are_told_of() -> None:
     clock = Clock()
-    steps = Steps(clock)
+    steps = EngineSteps(clock)
     told: list[tuple[int, float]] = []
     steps.listener = lambda decoding, seconds: told.append((decoding, round(seconds, 3)))
     for decoding, rest in ((0, 0.001), (3, 0.001), (3, 1.0), (3, 0.001), (0, 0.0)):

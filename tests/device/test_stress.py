@@ -10,17 +10,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from support.device.fake_device import FakeDevice
 
-from kvtier.device.copier import (
-    Blocks,
-    DeviceCopier,
-    DeviceLayout,
-    DeviceTensor,
-    Job,
-    JobResult,
-    PageRef,
-)
+from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.slab import layout as table
 
@@ -76,16 +70,16 @@ class Play:
         self.host = MemoryHost(layout, SLOTS)
         self.copier: DeviceCopier
         if kind == "cpu":
-            self.copier = CpuCopier(layout, world.arrays(), self.host, NAMESPACE)
+            self.copier = CpuCopier(RankRecords(layout, self.host, NAMESPACE), world.arrays())
         else:
             device = FakeDevice(seed, staging=3 if kind == "staged" else 0)
-            self.copier = CudaCopier(world.addressed(), device, self.host, NAMESPACE)
+            self.copier = CudaCopier(RankRecords(world.addressed(), self.host, NAMESPACE), device)
         self.arrivals = Arrivals(self.host, seed)
         self.arrivals.start()
         self.keys = keys_of(SLOTS)
         self.contents: dict[int, bytes] = {}
         self.free_blocks, self.free_slots = set(range(BLOCKS)), set(range(SLOTS))
-        self.running: dict[int, tuple[Job, list[int], bool]] = {}
+        self.running: dict[int, tuple[CopyJob, list[int], bool]] = {}
         self.ended: set[int] = set()
 
     def begin(self, name: int) -> None:
@@ -106,8 +100,10 @@ class Play:
         self.free_slots.difference_update(slots)
         self.free_blocks.difference_update(blocks)
         kind, keys = LOAD if loading else STORE, [self.keys[slot] for slot in slots]
-        where = Blocks(np.array(blocks), [len(blocks)], [0])
-        job = Job(id=name, kind=kind, keys=keys, slots=slots, blocks=where, deadline=float("inf"))
+        where = DeviceBlocks(np.array(blocks), [len(blocks)], [0])
+        job = CopyJob(
+            id=name, kind=kind, keys=keys, slots=slots, blocks=where, deadline=float("inf")
+        )
         self.running[name] = (job, blocks, flipped)
         self.copier.submit(job)
         if loading:
@@ -119,7 +115,7 @@ class Play:
             self.ended.add(result.id)
             self.check(result, *self.running.pop(result.id))
 
-    def check(self, result: JobResult, job: Job, blocks: list[int], flipped: bool) -> None:
+    def check(self, result: CopyResult, job: CopyJob, blocks: list[int], flipped: bool) -> None:
         if job.kind is STORE:
             assert result.ok
         else:

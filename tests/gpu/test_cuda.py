@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, JobResult, PageRef, cut
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cuda import device as cuda_device
-from kvtier.device.cuda import runtime as runtime_copies
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.device import Cuda, open_copier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
 from kvtier.device.pinned import PinnedMemory
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import part_sum, pieces_of, sum_of
@@ -45,22 +45,21 @@ class Stage:
         self.page = page
         self.layout = DeviceLayout(tensors, groups, 3)
         self.host = MemoryHost(self.layout, BLOCKS)
-        data = self.host.memory.data[self.host._skip :][: BLOCKS * self.host.slot_bytes]
         self.copier: CudaCopier = open_copier(
-            self.layout, self.host, data, NAMESPACE, index=torch.cuda.current_device()
+            self.layout, self.host, NAMESPACE, index=torch.cuda.current_device()
         )
         assert not wait or self.copier.prepared.wait(180)
         self.keys: list[BlockKey] = []
 
-    def run(self, kind: TransferKind, blocks: Blocks, first: int = 0) -> JobResult:
-        pieces = cut(self.layout, blocks)
-        keys = keys_of(len(pieces), groups=pieces.group.tolist())
+    def run(self, kind: TransferKind, blocks: DeviceBlocks, first: int = 0) -> CopyResult:
+        groups = cut(self.layout, blocks).groups
+        keys = keys_of(len(groups), groups=groups)
         state = table.RESERVED if kind is STORE else table.VALID
         slots = list(range(first, first + len(keys)))
         for slot, key in zip(slots, keys, strict=True):
             self.host.put(slot, key, state)
         self.copier.submit(
-            Job(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+            CopyJob(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
         )
         self.copier.wait([1])
         while not (results := self.copier.poll()):
@@ -84,15 +83,15 @@ def stage(
     if not staged:
         monkeypatch.setattr(Cuda, "stages", no_stages)
     stage = Stage(torch, page)
-    assert stage.copier._loads.staged == staged
+    assert stage.copier.staged == staged
     yield stage
     stage.copier.close()
 
 
 def test_pages_out_and_back_to_other_blocks(stage: Stage) -> None:
     ids = np.random.default_rng(0).permutation(BLOCKS)
-    away = Blocks(ids[:24], [12, 12], [0, 3])
-    back = Blocks(ids[24:48], [12, 12], [0, 3])
+    away = DeviceBlocks(ids[:24], [12, 12], [0, 3])
+    back = DeviceBlocks(ids[24:48], [12, 12], [0, 3])
     before = [pool.clone() for pool in stage.pools]
     assert stage.run(STORE, away).ok
     assert stage.run(LOAD, back).ok
@@ -109,8 +108,8 @@ def test_pages_out_and_back_to_other_blocks(stage: Stage) -> None:
 
 def test_a_partial_first_chunk(stage: Stage) -> None:
     before = stage.pools[0].clone()
-    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
-    assert stage.run(LOAD, Blocks(np.arange(32, 36), [4, 0], [2, 0])).ok
+    assert stage.run(STORE, DeviceBlocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(LOAD, DeviceBlocks(np.arange(32, 36), [4, 0], [2, 0])).ok
     assert (stage.pools[0][32:36, : stage.page] == before[2:6, : stage.page]).all()
 
 
@@ -120,17 +119,17 @@ def test_a_store_sees_what_the_model_wrote_before_and_nothing_later(stage: Stage
     for _ in range(50):
         busy = busy @ busy / 64
     stage.pools[0][:3].fill_(42)
-    assert stage.run(STORE, Blocks(np.arange(3), [3, 0], [0, 0])).ok
+    assert stage.run(STORE, DeviceBlocks(np.arange(3), [3, 0], [0, 0])).ok
     stage.pools[0][:3].fill_(43)
-    assert stage.run(LOAD, Blocks(np.arange(40, 43), [3, 0], [0, 0])).ok
+    assert stage.run(LOAD, DeviceBlocks(np.arange(40, 43), [3, 0], [0, 0])).ok
     assert (stage.pools[0][40:43, : stage.page] == 42).all()
 
 
 def test_a_flipped_bit_does_not_reach_the_device(stage: Stage) -> None:
-    assert stage.run(STORE, Blocks(np.arange(3), [3, 0], [0, 0])).ok
+    assert stage.run(STORE, DeviceBlocks(np.arange(3), [3, 0], [0, 0])).ok
     stage.host.record(0)[5000] ^= 1
     before = stage.pools[0].clone()
-    result = stage.run(LOAD, Blocks(np.arange(32, 35), [3, 0], [0, 0]))
+    result = stage.run(LOAD, DeviceBlocks(np.arange(32, 35), [3, 0], [0, 0]))
     assert result.outcomes == [Outcome.CORRUPT]
     assert (stage.pools[0] == before).all()
 
@@ -140,8 +139,8 @@ def test_memory_that_is_not_pinned_yet(torch: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(PinnedMemory, step, lambda self, stopping: False)
     stage = Stage(torch, 16384)
     before = stage.pools[0].clone()
-    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
-    assert stage.run(LOAD, Blocks(np.arange(32, 38), [6, 0], [0, 0])).ok
+    assert stage.run(STORE, DeviceBlocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(LOAD, DeviceBlocks(np.arange(32, 38), [6, 0], [0, 0])).ok
     assert (stage.pools[0][32:38, : stage.page] == before[:6, : stage.page]).all()
     stage.copier.close()
 
@@ -160,9 +159,9 @@ def test_an_engine_captures_graphs_while_the_copier_gets_ready(torch: Any) -> No
         graph.replay()
         graphs += 1
     assert (numbers == graphs).all()
-    assert stage.copier._loads.staged
-    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
-    assert stage.run(LOAD, Blocks(np.arange(32, 38), [6, 0], [0, 0])).ok
+    assert stage.copier.staged
+    assert stage.run(STORE, DeviceBlocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(LOAD, DeviceBlocks(np.arange(32, 38), [6, 0], [0, 0])).ok
     assert (stage.pools[0][32:38, : stage.page] == before[:6, : stage.page]).all()
     stage.copier.close()
 
@@ -173,22 +172,22 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
     """vLLM can forbid to build any while it serves (--jit-monitor-mode=error)."""
     knobs = pytest.importorskip("triton").knobs
     index = torch.cuda.current_device()
-    cuda_device.build_kernels(index, lambda: runtime_copies.runtime_copy(torch))
+    cuda_device.build_kernels(index)
 
     def forbid(**_: object) -> None:
         raise RuntimeError("a kernel is built while the engine serves")
 
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", forbid)
     stage = Stage(torch, 16384)
-    assert stage.copier._loads.staged
+    assert stage.copier.staged
     stage.copier.close()
 
 
 def test_kernels_are_launched_by_the_driver_alone(torch: Any) -> None:
     """By Triton, a link would be kept waiting for the host."""
-    launch = pytest.importorskip("kvtier.device.cuda.kernels")
+    launch = pytest.importorskip("kvtier.device.cuda.launch")
     stage = Stage(torch, 16384)
-    assert stage.run(STORE, Blocks(np.arange(6), [6, 0], [0, 0])).ok
+    assert stage.run(STORE, DeviceBlocks(np.arange(6), [6, 0], [0, 0])).ok
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret
     assert launch._builds
     assert all((build is None) == interpreted for build in launch._builds.values())
@@ -207,11 +206,9 @@ def test_few_streams_are_taken_that_the_engine_might_share(
         return make(*arguments, **options)
 
     monkeypatch.setattr(torch.cuda, "Stream", count)
-    cuda_device.build_kernels(
-        torch.cuda.current_device(), lambda: runtime_copies.runtime_copy(torch)
-    )
+    cuda_device.build_kernels(torch.cuda.current_device())
     stage = Stage(torch, 16384)
-    assert stage.copier._loads.staged
+    assert stage.copier.staged
     stage.copier.close()
     assert 0 < taken.count(0) <= 8
 

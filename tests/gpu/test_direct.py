@@ -16,10 +16,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.host_reads import HostDriver
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.copier import CopyJob
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.direct.kvikio_driver import KvikioDriver, probe
 from kvtier.device.direct.loader import DirectDriver, DirectLoader
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
 from kvtier.slab import layout as table
@@ -62,11 +63,9 @@ class Stage:
         self.path = folder / "slab"
         self.path.write_bytes(b"".join(bytes(self.host.record(slot)) for slot in range(RECORDS)))
         self._size = size
-        data = self.host.memory.data[self.host._skip :][: RECORDS * self.host.slot_bytes]
         self.copier = cuda_device.open_copier(
             self.layout,
             self.host,
-            data,
             NAMESPACE,
             index=torch.cuda.current_device(),
             open_direct=lambda: DirectLoader(self.layout, driver, NAMESPACE, stages=3),
@@ -74,12 +73,12 @@ class Stage:
 
     def load(self, direct: range, slots: range) -> list[Outcome]:
         rows = [*direct, *slots]
-        job = Job(
+        job = CopyJob(
             id=1,
             kind=TransferKind.LOAD,
             keys=[self.keys[row] for row in rows],
             slots=[-1] * len(direct) + list(slots),
-            blocks=Blocks(np.arange(2 * len(rows)), [2 * len(rows)], [0]),
+            blocks=DeviceBlocks(np.arange(2 * len(rows)), [2 * len(rows)], [0]),
             deadline=float("inf"),
             files={
                 at: FilePlace(str(self.path), row * self._size) for at, row in enumerate(direct)

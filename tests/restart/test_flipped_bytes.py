@@ -14,9 +14,11 @@ from support.device.fake_device import FakeDevice
 
 from kvtier import Stack
 from kvtier.backends.cpu import CpuHandler
-from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.copier import CopyJob, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
@@ -50,9 +52,9 @@ class Worker:
         tensor = DeviceTensor(int(self._pages.ctypes.data), len(self._pages), PAGE, PAGE)
         layout = DeviceLayout((tensor,), ((PageRef(0, PAGE),),), 2)
         if self._kind == "cpu":
-            return CpuCopier(layout, [self._pages], region, digest)
+            return CpuCopier(RankRecords(layout, region, digest), [self._pages])
         device = FakeDevice(staging=0 if self._kind == "streams" else 3, room=1 << 30)
-        copier = CudaCopier(layout, device, region, digest)
+        copier = CudaCopier(RankRecords(layout, region, digest), device)
         assert copier.prepared.wait(60)
         return copier
 
@@ -63,9 +65,9 @@ class Worker:
         copier = self._open(stack)
         assert isinstance(ticket.spec, SlotSpec)
         self._pages[:] = 0
-        blocks = Blocks(np.arange(2 * len(keys)), [2 * len(keys)], [0])
+        blocks = DeviceBlocks(np.arange(2 * len(keys)), [2 * len(keys)], [0])
         copier.submit(
-            Job(
+            CopyJob(
                 id=1,
                 kind=TransferKind.LOAD,
                 keys=ticket.keys,

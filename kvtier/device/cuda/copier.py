@@ -1,112 +1,41 @@
 """The copier for KV tensors on a device with streams.
 
-Where the device has buffers for it, batches go by way of them, and are proved there. Otherwise they
-are copied page by page: threads prove what is to be loaded and queue copies, others wait for the
-events, prove what was stored, and report. Nobody waits for the whole device, and no page costs
-Python time.
+Where the device has buffers for it, batches go by way of them, and are verified there. Otherwise
+they go page by page. Nobody waits for the whole device, and no page costs Python time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
-import numpy as np
-
-from kvtier.device.accelerator import ERRORS, Accelerator, Event, Lane, Stage
-from kvtier.device.copier import (
-    Copies,
-    DeviceCopier,
-    DeviceLayout,
-    Host,
-    Ints,
-    Job,
-    JobResult,
-    Pieces,
-    Prover,
-    describe,
-)
-from kvtier.device.cuda.staged_copies import StagedPath
+from kvtier.device.accelerator import ERRORS, Accelerator, StreamEvent
+from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
+from kvtier.device.cuda.paths import PagedPath, StagedPath, StagePool
 from kvtier.device.direct.loader import DirectLoader, DirectPath
-from kvtier.device.queue import (
-    CLOSE_S,
-    Batch,
-    JobQueue,
-    Steps,
-    StorePace,
-    each_row,
-    failed,
-    head,
-    unchanged,
-)
+from kvtier.device.pacing import EngineSteps, StorePace
+from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
+from kvtier.device.records import RankRecords
 from kvtier.system.calls import Attempt, joined
-from kvtier.types import Outcome
 
 logger = logging.getLogger(__name__)
 
 
-class _Flight(NamedTuple):
-    """A batch whose copies are queued on the device."""
+class HostMemory(Protocol):
+    """Host memory that a device reaches faster once it is pinned: a `PinnedMemory`."""
 
-    batch: Batch
-    outcomes: list[Outcome]
-    """So far: the rows that are OK are being copied."""
-    stamps: dict[int, bytes]
-    """Of a load's rows, from before they were proved."""
-    event: Event | None
-    held: object
-    """What must live until the event."""
+    def pin_first(self, stopping: threading.Event) -> None:
+        """Pin what an engine's start waits for."""
 
+    def pin_rest(self, stopping: threading.Event) -> object:
+        """Pin the rest beside it."""
 
-class _Pipe:
-    """One direction: its stream, and the batches under way on it, in order."""
-
-    _DEPTH = 16
-    """Batches under way: enough to keep the link busy, few enough to bound what they hold."""
-
-    def __init__(
-        self,
-        lane: Lane,
-        copy: Callable[[Copies], object],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.lane = lane
-        self._clock = clock
-        self.copy = copy
-        self._room: Sequence[int] = ()
-        self._stages: queue.SimpleQueue[Stage] = queue.SimpleQueue()
-        self.lock = threading.Lock()
-        self.flights: queue.Queue[_Flight | None] = queue.Queue(self._DEPTH)
-
-    @property
-    def staged(self) -> bool:
-        """Whether batches go by way of buffers."""
-        return bool(self._room)
-
-    def use(self, stages: Iterable[Stage]) -> None:
-        """Let batches go by way of these from now on."""
-        for stage in stages:
-            self._stages.put(stage)
-            self._room = stage.rows
-
-    def by_stage(self, move: Callable[[Batch, Stage], None], batch: Batch) -> bool:
-        """Move a batch in the next buffer that is free; False if there are none for it: it may have
-        been cut before they were there."""
-        if not self.staged or len(batch.rows) > self._room[batch.group]:
-            return False
-        with batch.busy.waiting(len(batch.rows), self._clock):
-            stage = self._stages.get()
-        try:
-            move(batch, stage)
-        finally:
-            self._stages.put(stage)
-        return True
+    def close(self) -> None:
+        """Unpin it; nothing may be copying any more."""
 
 
 class CudaCopier(DeviceCopier):
@@ -116,67 +45,45 @@ class CudaCopier(DeviceCopier):
 
     def __init__(
         self,
-        layout: DeviceLayout,
+        records: RankRecords,
         device: Accelerator,
-        host: Host,
-        namespace: bytes,
         *,
         threads: int = 4,
-        prepare: Callable[[threading.Event], object] = lambda stopping: None,
-        follow: Callable[[threading.Event], object] = lambda stopping: None,
-        on_close: Callable[[], None] = lambda: None,
+        memory: HostMemory | None = None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
-        steps: Steps | None = None,
+        steps: EngineSteps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._layout = layout
+        self._records = records
         self._device = device
-        self._on_close = on_close
-        self._prover = Prover(layout, host, namespace)
-        self._job_queue = JobQueue(
-            layout,
-            self._prover,
-            self._BATCH_BYTES,
-            clock,
-            reads_files=open_direct is not None,
+        self._memory = memory
+        reads_files = open_direct is not None
+        self._job_queue = jobs = JobQueue(
+            records, self._BATCH_BYTES, clock, reads_files=reads_files
         )
         self._pace = StorePace(clock)
-        self._job_queue.hurry = self._pace.hurry
-        self._steps = steps or Steps()
+        jobs.hurry = self._pace.hurry
+        self._steps = steps or EngineSteps()
         self._steps.listener = self._pace.step
-        first = host.record(0)
-        self._slots_at = int(np.frombuffer(first, np.uint8).ctypes.data)
-        self._slot_bytes = len(first)
-        loads, stores = device.lane(urgent=True), device.lane(urgent=False)
-        self._loads = _Pipe(loads, loads.to_device, clock)
-        self._stores = _Pipe(stores, stores.to_host, clock)
-        self._prepare, self._follow = prepare, follow
+        self._load_stages, self._store_stages = StagePool(), StagePool()
+        self._staged = StagedPath(records, jobs, self._pace)
         self._has_buffers, self._has_memory = threading.Event(), threading.Event()
         """Set when the buffers are there, or will not be; and when an engine's start need not wait
         any longer for memory."""
         self.prepared = threading.Event()
         """Set when copies are as fast as they will get."""
         self._stopping = threading.Event()
-        self._staged = StagedPath(
-            layout, self._job_queue, self._prover, self._slots_at, self._slot_bytes, self._pace
-        )
-        self._direct = (
-            DirectPath(layout, device, self._job_queue, open_direct) if open_direct else None
-        )
-        self._opening: list[threading.Thread] = []
-        self._issuing: list[threading.Thread] = []
+        self._direct = DirectPath(device, jobs, open_direct) if open_direct else None
+        loads = PagedPath(records, jobs, device.stream(urgent=True))
+        stores = PagedPath(records, jobs, device.stream(urgent=False))
+        load = partial(self._move, self._load_stages, self._staged.load, loads.load)
+        store = partial(self._move, self._store_stages, self._staged.store, stores.store)
+        serving = [partial(jobs.serve, jobs.load, load), partial(jobs.serve, jobs.store, store)]
+        self._copying: list[threading.Thread] = []
         self._reading: list[threading.Thread] = []
-        self._landing: list[threading.Thread] = []
         try:
-            self._start(self._opening, [self._open, self._pin])
-            jobs = self._job_queue
-            issue_loads = partial(jobs.serve, jobs.load, self._issue_load)
-            issue_stores = partial(jobs.serve, jobs.store, self._issue_store)
-            self._start(self._issuing, [issue_loads, issue_stores] * threads)
+            self._start(self._copying, [self._open, self._pin, *serving * threads])
             self._start(self._reading, [self._direct.run] if self._direct else [])
-            self._start(self._landing, [partial(self._land, self._loads, self._land_load)])
-            land_stores = partial(self._land, self._stores, self._land_store)
-            self._start(self._landing, [land_stores] * threads)
         except RuntimeError:  # the system gives no more threads
             self.close()
             raise
@@ -196,25 +103,27 @@ class CudaCopier(DeviceCopier):
     def _open(self) -> None:
         """What takes long is done while the engine goes on, and its copies with it: they are slower
         until then. An engine that is about to serve waits for it (`make_ready`)."""
+        layout, batch_bytes = self._records.layout, self._BATCH_BYTES
         try:
-            for pipe, urgent in ((self._loads, True), (self._stores, False)):
-                stages = self._device.stages(self._layout, self._BATCH_BYTES, urgent=urgent)
+            for pool, urgent in ((self._load_stages, True), (self._store_stages, False)):
+                stages = self._device.stages(layout, batch_bytes, urgent=urgent)
                 for stage in stages:
                     self._staged.warm_up(stage)
                     self._job_queue.fit(stage.rows)
-                pipe.use(stages)
+                pool.use(stages)
         except ERRORS as error:
-            what = "stores" if self._loads.staged else "records"
-            logger.warning("%s are copied page by page and proved by the host: %s", what, error)
+            what = "stores" if self._load_stages else "records"
+            logger.warning("%s are copied page by page and verified by the host: %s", what, error)
         finally:
             self._has_buffers.set()
 
     def _pin(self) -> None:
         """Pinning memory, likewise."""
         try:
-            self._prepare(self._stopping)
-            self._has_memory.set()
-            self._follow(self._stopping)
+            if self._memory is not None:
+                self._memory.pin_first(self._stopping)
+                self._has_memory.set()
+                self._memory.pin_rest(self._stopping)
         except ERRORS:
             logger.exception("the device's copies are slower than they could be")
         finally:
@@ -222,12 +131,26 @@ class CudaCopier(DeviceCopier):
             self._has_buffers.wait()
             self.prepared.set()
 
+    def _move(
+        self,
+        stages: StagePool,
+        staged: Callable[..., None],
+        paged: Callable[[CopyBatch], None],
+        batch: CopyBatch,
+    ) -> None:
+        """Move a batch from its beginning to its end."""
+        if not stages.fits(batch):
+            paged(batch)
+            return
+        with stages.stage(batch, self._job_queue.clock) as stage:
+            staged(batch, stage)
+
     # -- the engine's side -----------------------------------------------------------------
 
-    def submit(self, job: Job, mark: object = None) -> None:
+    def submit(self, job: CopyJob, mark: object = None) -> None:
         self._job_queue.submit(job, self.mark() if mark is None else mark)
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         return self._device.mark()
 
     def make_ready(self, seconds: float) -> bool:
@@ -235,7 +158,7 @@ class CudaCopier(DeviceCopier):
         there = (self._has_memory, self._has_buffers)
         return all(each.wait(max(0.0, end - time.monotonic())) for each in there)
 
-    def poll(self) -> list[JobResult]:
+    def poll(self) -> list[CopyResult]:
         return self._job_queue.poll()
 
     def give_up(self, id: int) -> None:
@@ -243,6 +166,11 @@ class CudaCopier(DeviceCopier):
 
     def wait(self, ids: Collection[int]) -> None:
         self._job_queue.wait(ids)
+
+    @property
+    def staged(self) -> bool:
+        """Whether batches go by way of buffers, in both directions."""
+        return bool(self._load_stages and self._store_stages)
 
     @property
     def reads_files(self) -> bool:  # type: ignore[override]
@@ -260,95 +188,8 @@ class CudaCopier(DeviceCopier):
         if self._direct is not None:
             self._direct.stop()
         reading = self._reading if self._direct and not self._direct.opening else []
-        ended = joined([*self._opening, *self._issuing, *reading], CLOSE_S)
-        for pipe in (self._loads, self._stores) if ended else ():
-            with contextlib.suppress(queue.Full):  # of what a device that hangs has not done
-                pipe.flights.put(None, timeout=CLOSE_S)
-        if ended and joined(self._landing, CLOSE_S):
-            self._on_close()
-        else:  # what the device copies stays pinned and mapped until the process ends
+        if not joined([*self._copying, *reading], CLOSE_S):
+            # What the device copies stays pinned and mapped until the process ends.
             logger.error("a thread that copies has not ended within %g s", CLOSE_S)
-
-    # -- to the device ---------------------------------------------------------------------
-
-    def _issue_load(self, batch: Batch) -> None:
-        if self._loads.by_stage(self._staged.load, batch):
-            return
-        slots = batch.work.job.slots
-        stamps = {row: self._prover.stamp(slots[row]) for row in batch.rows}
-        outcomes = head(each_row(batch, self._prove), batch.work.failed)
-        self._loads.flights.put(self._queue(self._loads, batch, outcomes, stamps))
-
-    def _prove(self, batch: Batch, row: int) -> Outcome:
-        key, slot, group = batch.work.record(row)
-        outcome = self._prover.arrived(slot, key)
-        return self._prover.verify(slot, key, group) if outcome.ok else outcome
-
-    def _land_load(self, flight: _Flight) -> None:
-        same = partial(unchanged, self._prover, flight.stamps)
-        self._job_queue.finish(flight.batch, each_row(flight.batch, same, _landed(flight)))
-
-    # -- from the device -------------------------------------------------------------------
-
-    def _issue_store(self, batch: Batch) -> None:
-        if self._stores.by_stage(self._staged.store, batch):
-            return
-        outcomes = each_row(batch, self._reserved)
-        self._stores.flights.put(self._queue(self._stores, batch, outcomes, {}))
-
-    def _reserved(self, batch: Batch, row: int) -> Outcome:
-        key, slot, _ = batch.work.record(row)
-        return self._prover.reserved(slot, key)
-
-    def _land_store(self, flight: _Flight) -> None:
-        batch, outcomes = flight.batch, _landed(flight)
-        self._job_queue.released(batch)
-        self._job_queue.finish(batch, each_row(batch, self._seal, outcomes))
-
-    def _seal(self, batch: Batch, row: int) -> Outcome:
-        key, slot, group = batch.work.record(row)
-        return self._prover.complete(slot, key, group)
-
-    # -- both ------------------------------------------------------------------------------
-
-    def _queue(
-        self, pipe: _Pipe, batch: Batch, outcomes: list[Outcome], stamps: dict[int, bytes]
-    ) -> _Flight:
-        """Queue the copies of the rows that are OK."""
-        rows = np.array([row for row, each in zip(batch.rows, outcomes, strict=True) if each.ok])
-        if not len(rows):
-            return _Flight(batch, outcomes, stamps, None, None)
-        job = batch.work.job
-        slots: Ints = np.array([job.slots[row] for row in rows], np.int64)
-        pieces = Pieces(*(column[rows] for column in batch.work.pieces))
-        records = self._slots_at + slots * self._slot_bytes
-        copies = describe(self._layout, job.blocks, pieces, records)
-        held: object = None
-        event: Event | None = None
-        whole = False
-        with pipe.lock:
-            with Attempt(f"the device refused {batch.work.what}"):
-                pipe.lane.after(batch.work.mark)
-                held = pipe.copy(copies)
-                whole = True
-            with Attempt(f"the device failed {batch.work.what}"):
-                event = pipe.lane.record()  # in any case: a part of the copies may be queued
-        if not whole or event is None:
-            outcomes = failed(outcomes)
-        return _Flight(batch, outcomes, stamps, event, held)
-
-    def _land(self, pipe: _Pipe, land: Callable[[_Flight], None]) -> None:
-        while (flight := pipe.flights.get()) is not None:
-            with self._job_queue.moving(flight.batch):
-                land(flight)
-        pipe.flights.put(None)  # for the next of these threads
-
-
-def _landed(flight: _Flight) -> list[Outcome]:
-    """Wait for a flight's copies; what became of its rows."""
-    if flight.event is None:
-        return flight.outcomes
-    with Attempt(f"the device failed {flight.batch.work.what}"):
-        flight.event.synchronize()
-        return flight.outcomes
-    return failed(flight.outcomes)
+        elif self._memory is not None:
+            self._memory.close()

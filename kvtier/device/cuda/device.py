@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier.device.accelerator import ERRORS, Event, Lane, Stage
-from kvtier.device.copier import Copies, DeviceLayout, Host, Ints
+from kvtier.device.accelerator import ERRORS, CopyStream, Stage, StreamEvent
 from kvtier.device.cuda import runtime as cuda_runtime
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.runtime import (
@@ -25,10 +24,10 @@ from kvtier.device.cuda.runtime import (
     runtime_copy,
 )
 from kvtier.device.direct.loader import DirectLoader
-from kvtier.device.pinned import PinnedMemory
-from kvtier.device.queue import Steps
+from kvtier.device.layout import DeviceLayout, Ints, PageCopies
+from kvtier.device.pinned import PinnedMemory, PinPlan
+from kvtier.device.records import Host, RankRecords
 from kvtier.errors import MediumError
-from kvtier.record.record import Buffer
 from kvtier.system.numa import Topology, bind_thread
 
 if TYPE_CHECKING:
@@ -40,14 +39,14 @@ logger = logging.getLogger(__name__)
 class Cuda:
     """One CUDA device as the copier's accelerator."""
 
-    def __init__(self, index: int, batch_copy: BatchCopy | None = None) -> None:
+    def __init__(self, index: int) -> None:
         import torch
 
         self._torch: Any = torch
         self._index = index
         self.cudart: Any = torch.cuda.cudart()
         """What torch offers of the runtime, the GIL released meanwhile."""
-        self.batch_copy = few_at_once(batch_copy or runtime_copy(torch))
+        self.batch_copy = few_at_once(runtime_copy(torch))
         self.cores = cores_near(index, Topology())
         self._staging: Staging | None = None
 
@@ -56,12 +55,12 @@ class Cuda:
         leave_captures_alone()
         bind_thread(self.cores)
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         return event_on(self._torch, self._torch.cuda.current_stream(self._index))
 
-    def lane(self, *, urgent: bool) -> Lane:
+    def stream(self, *, urgent: bool) -> CopyStream:
         stream = self._torch.cuda.Stream(self._index, priority=-1 if urgent else 0)
-        return _CudaLane(self._torch, stream, self)
+        return CudaStream(self._torch, stream, self.batch_copy)
 
     def stages(self, layout: DeviceLayout, batch_bytes: int, *, urgent: bool) -> Sequence[Stage]:
         if self._staging is None:
@@ -85,7 +84,7 @@ _BUILD_SECONDS = 120.0
 """For so long an engine's start waits for kernels; they may come later, too."""
 
 
-def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
+def build_kernels(index: int) -> None:
     """Build what staged copies need, before an engine serves: later its first requests would wait,
     and vLLM looks out for kernels that are built then, and may forbid it. If it cannot be done,
     that is said when a copier is opened.
@@ -103,7 +102,7 @@ def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
             torch.cuda.set_device(index)
             leave_captures_alone()
             with torch.cuda.stream(torch.cuda.Stream(index)):
-                try_out(torch, index, few_at_once(batch_copy()))
+                try_out(torch, index, few_at_once(runtime_copy(torch)))
         except (ImportError, *ERRORS) as error:
             logger.debug("no kernels were built for copies: %s", error)
 
@@ -116,28 +115,25 @@ def build_kernels(index: int, batch_copy: Callable[[], BatchCopy]) -> None:
         thread.join(_BUILD_SECONDS)
 
 
-class _CudaLane:
+class CudaStream:
     """A stream of our own."""
 
-    def __init__(self, torch: Any, stream: Any, device: Cuda) -> None:
+    def __init__(self, torch: Any, stream: Any, batch_copy: BatchCopy) -> None:
         self._torch = torch
         self._stream = stream
-        self._device = device
+        self._batch_copy = batch_copy
 
-    def after(self, event: Any) -> None:
-        self._stream.wait_event(event)
-
-    def to_device(self, copies: Copies) -> object:
+    def to_device(self, copies: PageCopies) -> object:
         return self._copy(copies.device, copies.host, copies.sizes, True)
 
-    def to_host(self, copies: Copies) -> object:
+    def to_host(self, copies: PageCopies) -> object:
         return self._copy(copies.host, copies.device, copies.sizes, False)
 
     def _copy(self, targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
         with self._torch.cuda.stream(self._stream):
-            return self._device.batch_copy(targets, sources, sizes, quiet_source)
+            return self._batch_copy(targets, sources, sizes, quiet_source)
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return end_of(self._torch, self._stream)
 
 
@@ -147,49 +143,23 @@ Watch = Callable[[Callable[[Sequence[range]], None], Callable[[range], None]], o
 def open_copier(
     layout: DeviceLayout,
     host: Host,
-    data: Buffer,
     namespace: bytes,
     *,
     index: int,
-    batch_copy: BatchCopy | None = None,
+    plan: PinPlan | None = None,
     open_direct: Callable[[], DirectLoader | None] | None = None,
-    order: Sequence[range] = (),
-    least_slots: int = 0,
-    steps: Steps | None = None,
-    note: Callable[[range | None], object] = lambda piece: None,
-    watch: Watch = lambda mapped, unmapped: None,
 ) -> CudaCopier:
-    """A copier between a CUDA device and a region whose slots are `data`, which it pins: in this
-    order, so many at the least before the engine serves, the others between its steps; `note` is
-    told of each piece that is pinned, and `watch` tells of slots that come and go.
+    """A copier between a CUDA device and a region, which it pins as planned.
 
     Raises MediumError if the device cannot be used.
     """
+    plan = plan or PinPlan()
     try:
-        device = Cuda(index, batch_copy)
-        slot_bytes = len(host.record(0))
-        memory = PinnedMemory(
-            data,
-            slot_bytes,
-            CudaRegistrar(device.cudart),
-            order=order,
-            least_bytes=least_slots * slot_bytes,
-            steps=steps,
-            note=note,
-            cores=device.cores,
-        )
-        watch(memory.extend, memory.drop)
-        return CudaCopier(
-            layout,
-            device,
-            host,
-            namespace,
-            prepare=memory.pin_first,
-            follow=memory.pin_rest,
-            on_close=memory.close,
-            open_direct=open_direct,
-            steps=steps,
-        )
+        device = Cuda(index)
+        registrar, slot_bytes = CudaRegistrar(device.cudart), len(host.record(0))
+        memory = PinnedMemory(host.data, slot_bytes, registrar, plan, cores=device.cores)
+        records = RankRecords(layout, host, namespace)
+        return CudaCopier(records, device, memory=memory, open_direct=open_direct, steps=plan.steps)
     except RuntimeError as error:
         raise MediumError(f"the CUDA device {index} cannot be used for copies ({error})") from error
 

@@ -6,14 +6,13 @@ import ctypes
 import functools
 import logging
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kvtier.device.accelerator import Event
-from kvtier.device.copier import Ints
+from kvtier.device.accelerator import StreamEvent
+from kvtier.device.layout import Ints
 from kvtier.system.numa import Topology
 
 logger = logging.getLogger(__name__)
@@ -66,45 +65,28 @@ def runtime() -> ctypes.CDLL:
     return ctypes.CDLL(sorted(paths)[0])
 
 
-# Points in a CUDA stream that can be waited for.
-
-
-def event_on(torch: Any, stream: Any) -> Event:
+def event_on(torch: Any, stream: Any) -> StreamEvent:
     """The point that a stream has come to, for threads that sleep until then."""
-    event: Event = torch.cuda.Event(blocking=True)
+    event: StreamEvent = torch.cuda.Event(blocking=True)
     event.record(stream)  # type: ignore[attr-defined]
     return event
 
 
-def end_of(torch: Any, stream: Any) -> Event:
+def end_of(torch: Any, stream: Any) -> StreamEvent:
     """The point that a stream of the copier's has come to. Where no event can be had, the stream
     itself, which can be waited for as well: what it has been given must not outlive its job."""
     try:
         return event_on(torch, stream)
     except RuntimeError:
-        own: Event = stream
+        own: StreamEvent = stream
         return own
 
 
-# Copies of many pieces in one call of the CUDA runtime.
-
-
-def torch_copy(operation: Callable[[Any, Any, Any, bool], None]) -> BatchCopy:
-    """Wrap an operation on tensors of pointers, like vLLM's `swap_blocks_batch`, which takes
-    sources first. With drivers before 12.8 it copies piece by piece, and says of no error."""
-    import torch
-
-    cudart = runtime()
-
-    def copy(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        tensors = [torch.from_numpy(column) for column in (sources, targets, sizes)]
-        forget_error(cudart)  # somebody else's
-        operation(tensors[0], tensors[1], tensors[2], quiet_source)
-        if result := cudart.cudaGetLastError():
-            raise RuntimeError(f"a batch of copies: error {result}")
-        return tensors
-
-    return copy
+BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
+"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
+the device writes to the sources meanwhile. Returns what must live until they are done."""
+_PIECES = 4096
+"""Pieces in one call. A driver of CUDA 13.0 crashed over 50,000, which small pages could make."""
 
 
 class _Attributes(ctypes.Structure):
@@ -118,15 +100,8 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-_IN_STREAM_ORDER = 1
-
-
-_ANY_ORDER = 3
-
-
+_IN_STREAM_ORDER, _ANY_ORDER = 1, 3
 _OVERLAP_WITH_COMPUTE = 1
-
-
 _UNSUPPORTED = (36, 801)
 """The driver is too old for the call, or the platform does not have it."""
 
@@ -192,17 +167,6 @@ def _piece_by_piece(torch: Any, cudart: Any) -> BatchCopy:
     return copy
 
 
-# Copies of many pieces in one call: what may do them, how many at once, and what else may.
-
-BatchCopy = Callable[[Ints, Ints, Ints, bool], object]
-"""Queue copies (targets, sources, sizes) on torch's current stream; the flag says that no stream of
-the device writes to the sources meanwhile. Returns what must live until they are done."""
-
-
-_PIECES = 4096
-"""Pieces in one call. A driver of CUDA 13.0 crashed over 50,000, which small pages could make."""
-
-
 def few_at_once(copy: BatchCopy) -> BatchCopy:
     """The same copy, in as many calls as it takes."""
 
@@ -213,25 +177,3 @@ def few_at_once(copy: BatchCopy) -> BatchCopy:
         return [copy(targets[cut], sources[cut], sizes[cut], quiet_source) for cut in cuts]
 
     return split
-
-
-def or_else(copy: BatchCopy, other: Callable[[], BatchCopy]) -> BatchCopy:
-    """The same copy; once it has failed, another one."""
-    current = copy
-    changing = threading.Lock()
-
-    def tried(targets: Ints, sources: Ints, sizes: Ints, quiet_source: bool) -> object:
-        nonlocal current
-        way = current
-        try:
-            return way(targets, sources, sizes, quiet_source)
-        except RuntimeError as error:
-            if way is not copy:
-                raise
-            with changing:  # it fails in several threads at once
-                if current is copy:
-                    logger.warning("copies go another way: %s", error)
-                    current = other()
-            return current(targets, sources, sizes, quiet_source)
-
-    return tried

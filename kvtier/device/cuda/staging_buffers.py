@@ -1,4 +1,4 @@
-"""Staging buffers on a CUDA device: records pass through them, and are proved there.
+"""Staging buffers on a CUDA device: records pass through them, and are verified there.
 
 Pages are scattered, and the engine that copies over the link takes half a microsecond for each; the
 device itself gathers them many times faster than the link carries them. A record's part crosses the
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.device.accelerator import Event
-from kvtier.device.copier import DeviceLayout, Ints
-from kvtier.device.cuda import kernel_trial, kernels
-from kvtier.device.cuda import kernels as checksum_kernels
-from kvtier.device.cuda.kernels import QuickLaunch
+from kvtier.device.accelerator import Stage, StreamEvent
+from kvtier.device.cuda import kernels
+from kvtier.device.cuda.launch import QuickLaunch
 from kvtier.device.cuda.runtime import end_of
+from kvtier.device.layout import DeviceLayout, DeviceTensor, Ints, PageRef
+from kvtier.device.records import Bytes
 from kvtier.record.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 
 BUDGET_BYTES = 384 << 20
@@ -40,7 +40,7 @@ class Staging:
         self.device = torch.device("cuda", index)
         self.layout = layout
         self.batch_copy = batch_copy
-        self.numbers = self.on_device(checksum_kernels.constants())
+        self.numbers = self.on_device(kernels.constants())
         self.references = [
             references_of(layout, group, self.on_device) for group in range(len(layout.groups))
         ]
@@ -74,14 +74,12 @@ def try_out(torch: Any, index: int, batch_copy: Any) -> None:
     def make(layout: DeviceLayout) -> CudaStage:
         # Urgent, because torch has 32 streams of each kind and then gives them out anew: what this
         # takes of the other kind might soon be shared with the engine's own.
-        return CudaStage(
-            Staging(torch, index, layout, batch_copy), [kernel_trial.ROWS], urgent=True
-        )
+        return CudaStage(Staging(torch, index, layout, batch_copy), [TRIAL_ROWS], urgent=True)
 
     device = torch.device("cuda", index)
     with kernels.building:
         _queue(kernels.build, torch.empty(64, dtype=torch.int64, device=device))
-        kernel_trial.try_out(torch, device, make)
+        _try_kernels(torch, device, make)
 
 
 def programs_on(torch: Any, device: Any) -> int:
@@ -201,7 +199,7 @@ class CudaStage:
         pieces = pieces_of(self._shared.layout.part_bytes[group])
         return [sum_of(row) for row in self._sums[: rows * pieces].reshape(rows, pieces).tolist()]
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return end_of(self._torch, self._stream)
 
 
@@ -218,7 +216,7 @@ class DeviceSums:
         sample = np.random.default_rng(0).integers(0, 256, min(longest, _SAMPLE), dtype=np.uint8)
         with torch.cuda.stream(stream):
             self._sums = torch.empty(pieces_of(longest), dtype=torch.int64, pin_memory=True)
-            self._numbers = torch.from_numpy(checksum_kernels.constants()).to(device)
+            self._numbers = torch.from_numpy(kernels.constants()).to(device)
             count = kernels.totals_of(1, longest)
             self._totals = torch.empty(count, dtype=torch.int64, device=device)
             there = torch.from_numpy(sample).to(device)
@@ -256,3 +254,94 @@ def _queue(work: Any, *arguments: Any, **options: Any) -> None:
         work(*arguments, **options)
     except kernels.ERRORS as error:
         raise RuntimeError(f"a kernel for staged records failed: {error}") from error
+
+
+# -- the kernels, tried before any block is trusted to them --------------------------------------
+
+TRIAL_ROWS = 3
+"""Records that are moved at once."""
+_TRIAL_CHUNK, _TRIAL_BLOCKS = 4, 32
+_TRIAL_PAGES: Sequence[Sequence[tuple[int, int]]] = (
+    [(512, 0), (24, 8), (4096, 64)],
+    [(16384, 0), (40_000, 8), (PIECE_BYTES // 4, 0)],
+)
+"""Sizes and paddings: small pages, and large ones, whose parts have several pieces."""
+
+
+def _try_kernels(torch: Any, device: Any, make: Callable[[DeviceLayout], Stage]) -> None:
+    """Raise RuntimeError if pages or checksums are not what they should be. `make` makes a buffer
+    for `TRIAL_ROWS` records of a layout.
+
+    A checksum that one kernel takes of what another has gathered says nothing of whether these were
+    the right pages. So both are compared with what numpy makes of the same random pages, at every
+    start.
+    """
+    random = np.random.default_rng(0)
+    for sizes in _TRIAL_PAGES:
+        pools = [
+            random.integers(0, 256, (_TRIAL_BLOCKS, page + padding), dtype=np.uint8)
+            for page, padding in sizes
+        ]
+        there = [torch.from_numpy(pool.copy()).to(device) for pool in pools]
+        refs = tuple(PageRef(index, page) for index, (page, _) in enumerate(sizes))
+        tensors = tuple(
+            DeviceTensor(on_device.data_ptr(), _TRIAL_BLOCKS, pool.shape[1], pool.shape[1])
+            for on_device, pool in zip(there, pools, strict=True)
+        )
+        layout = DeviceLayout(tensors, (refs,), _TRIAL_CHUNK)
+        ids = random.permutation(_TRIAL_BLOCKS)[: 2 * TRIAL_ROWS * _TRIAL_CHUNK].reshape(
+            2, TRIAL_ROWS, _TRIAL_CHUNK
+        )
+        away, back = ids[0], ids[1].copy()
+        back[0, 0] = back[-1, -1] = -1
+        host = torch.zeros(TRIAL_ROWS * layout.part_bytes[0], dtype=torch.uint8, pin_memory=True)
+        _out(make(layout), layout, host, away, _parts(refs, pools, away))
+        _in(make(layout), layout, host, back)
+        _place(refs, pools, away, back)
+        found = [pool.cpu().numpy() for pool in there]
+        if not all((one == other).all() for one, other in zip(found, pools, strict=True)):
+            raise RuntimeError("its kernels do not put pages where they belong")
+
+
+def _parts(refs: Sequence[PageRef], pools: Sequence[Bytes], away: Any) -> Bytes:
+    """The parts of records of these blocks."""
+    rows = [
+        np.concatenate(
+            [pools[ref.tensor][block, : ref.page_bytes] for ref in refs for block in row]
+        )
+        for row in away
+    ]
+    return np.stack(rows)
+
+
+def _place(refs: Sequence[PageRef], pools: Sequence[Bytes], away: Any, back: Any) -> None:
+    """Copy pages from block to block."""
+    pairs = [(old, new) for old, new in zip(away.flat, back.flat, strict=True) if new >= 0]
+    for ref in refs:
+        pool = pools[ref.tensor]
+        pages = [pool[old, : ref.page_bytes].copy() for old, _ in pairs]
+        for page, (_, new) in zip(pages, pairs, strict=True):
+            pool[new, : ref.page_bytes] = page
+
+
+def _out(stage: Stage, layout: DeviceLayout, host: Any, away: Any, wanted: Bytes) -> None:
+    stage.gather(0, away)
+    stage.digest(0, TRIAL_ROWS)
+    held = stage.send(0, _addresses(layout, host))
+    stage.record().synchronize()
+    del held
+    if not (host.numpy().reshape(wanted.shape) == wanted).all():
+        raise RuntimeError("its kernels do not gather the right pages")
+    if stage.sums(0, TRIAL_ROWS) != [part_sum(part.data) for part in wanted]:
+        raise RuntimeError("its kernels do not take the right checksums")
+
+
+def _in(stage: Stage, layout: DeviceLayout, host: Any, back: Any) -> None:
+    held = stage.fetch(0, _addresses(layout, host))
+    stage.scatter(0, back)
+    stage.record().synchronize()
+    del held
+
+
+def _addresses(layout: DeviceLayout, host: Any) -> Any:
+    return int(host.data_ptr()) + layout.part_bytes[0] * np.arange(TRIAL_ROWS, dtype=np.int64)

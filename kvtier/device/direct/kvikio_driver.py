@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.device.copier import DeviceLayout
 from kvtier.device.cuda.runtime import runtime
 from kvtier.device.direct.loader import DirectDriver, DirectFile, DirectLoader, DirectStage
+from kvtier.device.layout import DeviceLayout
 from kvtier.errors import MediumError
 from kvtier.record.record import part_sum
 from kvtier.settings import Gds

@@ -1,4 +1,4 @@
-"""Reads records from files straight into device memory, proves and places them."""
+"""Reads records from files straight into device memory, verifies and places them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from kvtier.device.accelerator import ERRORS, Accelerator
-from kvtier.device.copier import DeviceLayout, Pieces, describe, header_fits
-from kvtier.device.queue import Batch, JobQueue, Work
-from kvtier.record.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum
+from kvtier.device.accelerator import ERRORS, Accelerator, QueuedSteps
+from kvtier.device.layout import DeviceLayout, describe
+from kvtier.device.queue import CopyBatch, JobQueue, Work
+from kvtier.record.record import ALIGN, HEADER_BYTES, Buffer, padded, stated_sum, verify_header
 from kvtier.system.calls import Attempt
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, FilePlace, Outcome
@@ -65,38 +66,29 @@ class DirectDriver(Protocol):
         """Take back what the driver was told of them; no read may be under way."""
 
 
-class DirectRead(NamedTuple):
-    """A record in a file."""
+class DirectRead(msgspec.Struct, eq=False):
+    """A record in a file, and the read of it once that has begun."""
 
     place: FilePlace
     key: BlockKey
     group: int
-
-
-class Landing(NamedTuple):
-    """How a read ended; if it is OK, this rank's part lies in `stage`, as if the whole record lay
-    at the device address `record`."""
-
-    outcome: Outcome
+    outcome: Outcome | None = None
+    """How it ended; None until then."""
     stage: DirectStage | None = None
+    """The buffer that it goes to, which holds this rank's part if it ended well."""
     record: int = 0
+    """Where the whole record would begin on the device, if all of it lay there."""
+    file: DirectFile | None = None
+    future: DirectFuture | None = None
+    size: int = 0
+
+    def failed(self, error: Exception) -> Outcome:
+        """What it is after an error, which the log says."""
+        logger.warning("cannot read %s directly: %s", self.place.path, error)
+        return Outcome.IO_ERROR
 
 
-class _Flight(NamedTuple):
-    future: DirectFuture
-    file: DirectFile
-    stage: DirectStage
-    size: int
-
-
-class Reading(NamedTuple):
-    """A read that was begun; its flight is an outcome if it could not be."""
-
-    read: DirectRead
-    flight: _Flight | Outcome
-
-
-_hanging: list[_Flight] = []
+_hanging: list[DirectRead] = []
 
 _STAGING_BYTES = 256 << 20
 """The most device memory that buffers take of what the model left."""
@@ -125,7 +117,7 @@ class DirectLoader:
         size = padded(max(layout.part_bytes)) + ALIGN
         count = stages or max(2, min(16, _STAGING_BYTES // size))
         self._free = list(driver.stages(count, size))
-        self._lost: list[_Flight] = []
+        self._lost: list[DirectRead] = []
 
     @property
     def free(self) -> int:
@@ -133,34 +125,61 @@ class DirectLoader:
         self._reap()
         return len(self._free)
 
-    def begin(self, read: DirectRead) -> Reading:
+    def _reap(self) -> None:
+        """Take back the buffers of reads that were given up and have ended since."""
+        with Attempt("a direct read cannot tell whether it has ended"):
+            for read in [
+                each for each in self._lost if each.future is not None and each.future.done()
+            ]:
+                self._lost.remove(read)
+                self._end_of(read)
+                self.give_back(read)
+
+    def begin(self, read: DirectRead) -> None:
         """Begin a read; only while there are `free` buffers."""
         header = self._header(read)
-        return Reading(read, header if isinstance(header, Outcome) else self._issue(read))
+        if isinstance(header, Outcome):
+            read.outcome = header
+            return
+        start, stop = self._span(read.group)
+        try:
+            read.file = self._driver.open(Path(read.place.path))
+        except ERRORS as error:
+            read.outcome = read.failed(error)
+            return
+        read.stage, read.size = self._free.pop(), stop - start
+        read.record = read.stage.address - start
+        try:
+            read.future = read.file.pread(read.stage.buffer, read.size, read.place.at + start)
+        except ERRORS as error:
+            self.give_back(read)
+            read.file.close()
+            read.outcome = read.failed(error)
 
-    def end(self, reading: Reading, deadline: float) -> Landing:
-        """Wait for a read; the buffer of one that is OK is handed over."""
-        read, flight = reading
-        if isinstance(flight, Outcome):
-            return Landing(flight)
-        self._lost.append(flight)  # until it is seen to have ended, whatever happens meanwhile
-        while not flight.future.done():
+    def end(self, read: DirectRead, deadline: float) -> Outcome:
+        """Wait for a read; one that is OK keeps its buffer until it is given back."""
+        if read.future is None or read.outcome is not None:
+            return read.outcome or Outcome.IO_ERROR
+        self._lost.append(read)  # until it is seen to have ended, whatever happens meanwhile
+        while not read.future.done():
             late = self._clock() >= deadline
             if late or self._stopped:
-                return Landing(Outcome.TIMEOUT if late else Outcome.CANCELLED)
+                read.outcome = Outcome.TIMEOUT if late else Outcome.CANCELLED
+                return read.outcome
             self._sleep(0.0002)
-        self._lost.remove(flight)
-        outcome = _end_of(flight)
-        if outcome.ok:
-            outcome = self._prove(read, flight)
-        if not outcome.ok:
-            self._free.append(flight.stage)
-            return Landing(outcome)
-        return Landing(outcome, flight.stage, flight.stage.address - self._span(read.group)[0])
+        self._lost.remove(read)
+        read.outcome = self._end_of(read)
+        if read.outcome.ok:
+            read.outcome = self._verify(read)
+        if not read.outcome.ok:
+            self.give_back(read)
+        return read.outcome
 
-    def give_back(self, stage: DirectStage) -> None:
-        """A handed buffer has been copied from, and may be used again."""
-        self._free.append(stage)
+    def give_back(self, read: DirectRead) -> None:
+        """Nothing is copied to or from its buffer any more, which may be used again."""
+        if read.stage is not None:
+            self._free.append(read.stage)
+            read.stage = None
 
     def stop(self) -> None:
         """Wait for no read any longer; from any thread."""
@@ -175,23 +194,21 @@ class DirectLoader:
         self._lost.clear()
         self._free.clear()
 
-    def _issue(self, read: DirectRead) -> _Flight | Outcome:
-        start, stop = self._span(read.group)
+    def _end_of(self, read: DirectRead) -> Outcome:
+        """Wait for a read, and close its file."""
+        assert read.future is not None
+        assert read.file is not None
         try:
-            file = self._driver.open(Path(read.place.path))
+            count = read.future.get()
         except ERRORS as error:
-            return _io_error(read, error)
-        stage = self._free.pop()
-        try:
-            future = file.pread(stage.buffer, stop - start, read.place.at + start)
-        except ERRORS as error:
-            self._free.append(stage)
-            file.close()
-            return _io_error(read, error)
-        return _Flight(future, file, stage, stop - start)
+            return read.failed(error)
+        finally:
+            read.file.close()
+        return Outcome.OK if count == read.size else Outcome.IO_ERROR
 
-    def _prove(self, read: DirectRead, flight: _Flight) -> Outcome:
+    def _verify(self, read: DirectRead) -> Outcome:
         """Header, checksum and payload must agree; a slot that changed meanwhile is just gone."""
+        assert read.stage is not None
         header = self._header(read)
         if isinstance(header, Outcome):
             return Outcome.GONE
@@ -199,14 +216,14 @@ class DirectLoader:
         size = layout.part_bytes[read.group]
         skip = HEADER_BYTES + layout.part * size - self._span(read.group)[0]
         try:
-            found = flight.stage.checksum(skip, size)
+            found = read.stage.checksum(skip, size)
         except ERRORS as error:
-            return _io_error(read, error)
+            return read.failed(error)
         return Outcome.OK if found == stated_sum(header, layout.part) else Outcome.CORRUPT
 
     def _header(self, read: DirectRead) -> Buffer | Outcome:
-        """A record's header page, proved to be this key's."""
-        page = memoryview(bytearray(HEADER_BYTES))
+        """A record's header page, verified to be this key's."""
+        page, layout = memoryview(bytearray(HEADER_BYTES)), self._layout
         try:
             fd = self._disk.open(Path(read.place.path))
             try:
@@ -216,11 +233,12 @@ class DirectLoader:
         except FileNotFoundError:
             return Outcome.GONE
         except OSError as error:
-            return _io_error(read, error)
+            return read.failed(error)
         if count != HEADER_BYTES:
             return Outcome.GONE
-        fits = header_fits(self._layout, self._namespace, page, read.key, read.group)
-        return page if fits else Outcome.CORRUPT
+        size = layout.group_bytes[read.group]
+        outcome = verify_header(page, read.key, self._namespace, size, layout.parts)
+        return page if outcome.ok else outcome
 
     def _span(self, group: int) -> tuple[int, int]:
         """The aligned bytes of a record in which this rank's part lies."""
@@ -228,53 +246,21 @@ class DirectLoader:
         start = HEADER_BYTES + self._layout.part * size
         return start // ALIGN * ALIGN, padded(start + size)
 
-    def _reap(self) -> None:
-        """Take back the buffers of reads that were given up and have ended since."""
-        with Attempt("a direct read cannot tell whether it has ended"):
-            for flight in [each for each in self._lost if each.future.done()]:
-                self._lost.remove(flight)
-                _end_of(flight)
-                self._free.append(flight.stage)
-
-
-def _end_of(flight: _Flight) -> Outcome:
-    """Wait for a read, and close its file."""
-    try:
-        count = flight.future.get()
-    except ERRORS as error:
-        logger.warning("a direct read failed: %s", error)
-        return Outcome.IO_ERROR
-    finally:
-        flight.file.close()
-    return Outcome.OK if count == flight.size else Outcome.IO_ERROR
-
-
-def _io_error(read: DirectRead, error: Exception) -> Outcome:
-    logger.warning("cannot read %s directly: %s", read.place.path, error)
-    return Outcome.IO_ERROR
-
-
-# The direct rows of loads: from files into staging buffers, proved, and into place on the device.
-#
-# One thread has as many reads under way as there are buffers. The copies from a buffer to the
-# pages take no time beside the read, so it waits for them itself.
 
 _STRIKES = 3
 """Loads that fail in a row, none of them for a record's sake, before others go another way. One
 that is late, or meets a bad disk, has many reads under way, which all fail."""
 
 
-class _UnderWay(NamedTuple):
-    batch: Batch
-    reading: Reading
-
-
 class DirectPath:
-    """Reads what the loads of a job queue have in files. `run` is for a thread of its own."""
+    """Reads what the loads of a job queue have in files. `run` is for a thread of its own.
+
+    The thread has as many reads under way as there are buffers. The copies from a buffer to the
+    pages take no time beside the read, so it waits for them itself.
+    """
 
     def __init__(
         self,
-        layout: DeviceLayout,
         device: Accelerator,
         job_queue: JobQueue,
         open_loader: Callable[[], DirectLoader | None],
@@ -283,8 +269,7 @@ class DirectPath:
         """Whether it pays to name files in jobs now; those that do are tried in any case."""
         self.opening = True
         """Whether it is not known yet, which may take long."""
-        self._layout = layout
-        self._lane = device.lane(urgent=True)
+        self._stream = device.stream(urgent=True)
         self._job_queue = job_queue
         self._open = open_loader
         self._loader: DirectLoader | None = None
@@ -307,15 +292,15 @@ class DirectPath:
         self.opening = False
         if self._stopped:
             self.stop()
-        under_way: deque[_UnderWay] = deque()
+        under_way: deque[tuple[CopyBatch, DirectRead]] = deque()
         while self._refill(under_way):
-            one = under_way.popleft()
-            with self._job_queue.moving(one.batch):
-                self._finish(one)
+            batch, read = under_way.popleft()
+            with self._job_queue.moving(batch):
+                self._finish(batch, read)
         if self._loader is not None:
             self._loader.close()
 
-    def _refill(self, under_way: deque[_UnderWay]) -> bool:
+    def _refill(self, under_way: deque[tuple[CopyBatch, DirectRead]]) -> bool:
         """Begin reads while there are buffers; False at the end."""
         loader = self._loader
         while loader is None or loader.free or not under_way:
@@ -328,38 +313,32 @@ class DirectPath:
                 self._job_queue.finish(batch, [Outcome.DROPPED])
                 continue
             job, (row,) = batch.work.job, batch.rows
-            read = DirectRead(job.files[row], job.keys[row], batch.work.groups[row])
             with self._job_queue.moving(batch):
-                under_way.append(_UnderWay(batch, loader.begin(read)))
+                read = DirectRead(job.files[row], job.keys[row], batch.group)
+                loader.begin(read)
+                under_way.append((batch, read))
         return bool(under_way)
 
-    def _finish(self, one: _UnderWay) -> None:
+    def _finish(self, batch: CopyBatch, read: DirectRead) -> None:
         assert self._loader is not None
-        landing = self._loader.end(one.reading, one.batch.work.job.deadline)
-        outcome = landing.outcome
-        if landing.stage is not None:
-            outcome = self._place(one.batch, landing)
-            self._loader.give_back(landing.stage)
-        self._judge(one.batch.work, outcome)
-        self._job_queue.finish(one.batch, [outcome])
+        outcome = self._loader.end(read, batch.work.job.deadline)
+        if outcome.ok:
+            outcome = self._place(batch, read)
+            self._loader.give_back(read)
+        self._judge(batch.work, outcome)
+        self._job_queue.finish(batch, [outcome])
 
-    def _place(self, batch: Batch, landing: Landing) -> Outcome:
-        """Copy a proved record from its buffer to its pages."""
-        work = batch.work
-        held, whole = None, False
-        with Attempt(f"the device refused {work.what}"):
-            pieces = Pieces(*(column[batch.rows] for column in work.pieces))
-            records = np.array([landing.record], np.int64)
-            copies = describe(self._layout, work.job.blocks, pieces, records)
-            self._lane.after(work.mark)
-            held = self._lane.to_device(copies)
-            whole = True
-        outcome = Outcome.IO_ERROR
-        with Attempt(f"the device failed {work.what}"):
-            self._lane.record().synchronize()  # in any case: a part of the copies may be queued
-            outcome = Outcome.OK if whole else Outcome.IO_ERROR
-        del held
-        return outcome
+    def _place(self, batch: CopyBatch, read: DirectRead) -> Outcome:
+        """Copy a verified record from its buffer to its pages."""
+
+        def copy() -> object:
+            records = np.array([read.record], np.int64)
+            copies = describe(self._job_queue.layout, batch.group, batch.ids, records)
+            return self._stream.to_device(copies)
+
+        steps = (lambda: self._job_queue.reach(batch), copy)
+        done = QueuedSteps(batch.work.what, self._stream, *steps).done()
+        return Outcome.OK if done else Outcome.IO_ERROR
 
     def _judge(self, load: Work, outcome: Outcome) -> None:
         """Go another way once direct reads fail for no fault of their records."""

@@ -5,7 +5,6 @@ The rest of kvtier imports them from here, so that a version that has moved one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -49,19 +48,10 @@ __all__ = [
     "OffloadingSpec",
     "PrepareStoreOutput",
     "RequestOffloadingContext",
-    "batched_copy",
     "extra_keys",
     "maybe_convert_block_hash",
     "resolve_block_hashes",
 ]
-
-
-def batched_copy() -> Callable[[Any, Any, Any, bool], None]:
-    """vLLM's own copy of many pieces in one call: tensors of sources, targets and sizes."""
-    from vllm import _custom_ops
-
-    copy: Callable[[Any, Any, Any, bool], None] = _custom_ops.swap_blocks_batch
-    return copy
 
 
 def extra_keys(request: Any, start: int, end: int, block: int) -> Any:

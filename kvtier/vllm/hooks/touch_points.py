@@ -96,7 +96,7 @@ _BASE_CLASSES = (
         f"{_OFFLOADING}.common:OffloadingWorkerMetadata",
         "completed_jobs transfer_stats mark_completed(job_id) aggregate(other)",
         used_by="worker.py",
-        why="carries the outcome of each errand to the scheduler: else blocks would count as "
+        why="carries the outcome of each worker_job to the scheduler: else blocks would count as "
         "stored that are not, and give wrong answers",
         derived=True,
     ),
@@ -151,12 +151,6 @@ _TYPES = (
         used_by="interfaces.py",
         why="events name what is in a block as vLLM's own events do, so that routers can match "
         "them; and ranks that share a context hold a part of each block",
-    ),
-    TouchPoint(
-        "vllm._custom_ops",
-        "swap_blocks_batch(src_ptrs,dst_ptrs,sizes)",
-        used_by="interfaces.py",
-        why="on CUDA many small pieces are copied in one call, several times as fast",
     ),
 )
 

@@ -1,7 +1,7 @@
 """vLLM's `OffloadingConnectorWorker`, without its assertions that no transfer ever fails.
 
-`FailureTolerantWorker` takes its place and lets transfers fail one by one. `ErrandMetadata` carries
-the outcome of each errand to the scheduler.
+`FailureTolerantWorker` takes its place and lets transfers fail one by one. `WorkerJobMetadata`
+carries the outcome of each job to the scheduler.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import cache_groups
-from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.worker import RankWorker, blocks_of
 
 
-class ErrandSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """An errand, in the class that vLLM's jobs carry."""
+class WorkerJobSpec(LoadStoreSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """A worker job, in the class that vLLM's jobs carry."""
 
-    def __init__(self, errand: Errand) -> None:
-        self.errand = errand
+    def __init__(self, worker_job: WorkerJob) -> None:
+        self.worker_job = worker_job
 
 
 @dataclass
-class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What vLLM's workers tell its scheduler, and the reports on errands, by number."""
+class WorkerJobMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What vLLM's workers tell its scheduler, and the reports on worker jobs, by number."""
 
     reports: dict[int, Report] = field(default_factory=dict)
     mistakes: int = 0
@@ -49,7 +49,7 @@ class ErrandMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
         for number, report in getattr(other, "reports", {}).items():
             before = reports.get(number)
             reports[number] = report if before is None else before.merge(report)
-        return ErrandMetadata(
+        return WorkerJobMetadata(
             completed_jobs=theirs.completed_jobs,
             transfer_stats=theirs.transfer_stats,
             reports=reports,
@@ -73,7 +73,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._mark: object = None
         """What the loads of this step come after, if not after all that the engine has given its
         device to do."""
-        self._told = ErrandMetadata()
+        self._told = WorkerJobMetadata()
         """What has ended since vLLM asked last."""
         self.failed_requests: set[str] = set()
         """Of those that `get_finished` has told of last."""
@@ -93,16 +93,20 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
         for job_id, source, target in jobs:
             self._storing.add(job_id)
-            self._submit(self.worker.store, job_id, target.errand, source)
+            self._submit(self.worker.store, job_id, target.worker_job, source)
 
-    def _submit(self, move: Callable[..., None], job_id: int, errand: Errand, device: Any) -> None:
+    def _submit(
+        self, move: Callable[..., None], job_id: int, worker_job: WorkerJob, device: Any
+    ) -> None:
         """Whatever happens, the job ends and is reported."""
-        if not self._moves(move, job_id, errand, device):
-            self.worker.abandon(job_id, errand)
+        if not self._moves(move, job_id, worker_job, device):
+            self.worker.abandon(job_id, worker_job)
 
     @guard.guarded(lambda: False)
-    def _moves(self, move: Callable[..., None], job_id: int, errand: Errand, device: Any) -> bool:
-        move(job_id, errand, blocks_of(device))
+    def _moves(
+        self, move: Callable[..., None], job_id: int, worker_job: WorkerJob, device: Any
+    ) -> bool:
+        move(job_id, worker_job, blocks_of(device))
         return True
 
     def finish_stores(self) -> None:
@@ -118,7 +122,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._submit_stores()
         if flushed:
             # At a reset all loads are among them. Requests keep the blocks that theirs go to.
-            self._rank.make_way(flushed - self._load_jobs.keys())
+            self._rank.release_blocks(flushed - self._load_jobs.keys())
         if kv_connector_metadata.load_jobs:
             self._mark = self._rank.mark()
 
@@ -128,7 +132,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         load = partial(self.worker.load, mark=self._mark)
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
-            self._submit(load, job_id, entry.src_spec.errand, entry.dst_spec)
+            self._submit(load, job_id, entry.src_spec.worker_job, entry.dst_spec)
         self._mark = None
         given_up: int | None = getattr(metadata, "given_up", None)
         if given_up is not None:
@@ -166,7 +170,7 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> Any:
         if not self._told.reports:
             return None
-        told, self._told = self._told, ErrandMetadata()
+        told, self._told = self._told, WorkerJobMetadata()
         told.mistakes = guard.untold()
         return told
 

@@ -45,7 +45,7 @@ class _Look:
 class _Stored(NamedTuple):
     """A report on a store, which counts if a look after it finds the files unchanged."""
 
-    errand: int
+    worker_job: int
     report: Report
     look: _Look
 
@@ -131,17 +131,17 @@ class Adapters:
         self._users.pop(request, None)
         self._arrivals.pop(request, None)
 
-    def stores(self, request: str, errand: int) -> None:
+    def stores(self, request: str, worker_job: int) -> None:
         """Blocks of a request are about to be stored."""
         if request in self._users:
-            self._storing[errand] = self._users[request]
+            self._storing[worker_job] = self._users[request]
 
-    def holds(self, errand: int, report: Report) -> bool:
-        """Whether what is said of an errand counts later only (`take_stored`), because it stores
+    def holds(self, worker_job: int, report: Report) -> bool:
+        """Whether what is said of a worker job counts later only (`take_stored`), because it stores
         blocks that were computed with an adapter."""
-        folder = self._storing.pop(errand, None)
+        folder = self._storing.pop(worker_job, None)
         if folder is not None:
-            self._stored.append(_Stored(errand, report, self._look(folder)))
+            self._stored.append(_Stored(worker_job, report, self._look(folder)))
         return folder is not None
 
     def take_stored(self) -> list[tuple[int, Report, bool]]:
@@ -152,7 +152,10 @@ class Adapters:
         for each in self._stored:
             (waiting if self._pending(each.look) else ended).append(each)
         self._stored = waiting
-        return [(errand, report, self._found(look) is not None) for errand, report, look in ended]
+        return [
+            (worker_job, report, self._found(look) is not None)
+            for worker_job, report, look in ended
+        ]
 
     def close(self) -> None:
         """Look at nothing any more."""

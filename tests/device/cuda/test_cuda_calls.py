@@ -9,19 +9,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.cuda import device as cuda
 from kvtier.device.cuda import runtime as cuda_runtime
 from kvtier.device.cuda import runtime as runtime_copies
-from kvtier.device.cuda.runtime import BatchCopy, few_at_once, or_else
-from kvtier.device.pinned import PinnedMemory
+from kvtier.device.cuda.runtime import BatchCopy, few_at_once
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.pinned import PinnedMemory, PinPlan
+from kvtier.slab.layout import pieces_of
 from kvtier.system.numa import Topology
 
 
@@ -48,6 +49,16 @@ def pages(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
+def pinned_by(
+    registrar: Any, data: memoryview, slot_bytes: int, piece_bytes: int, page_bytes: int = 4096
+) -> PinnedMemory:
+    """Memory that is pinned in pieces of about so many bytes."""
+    first_at = np.frombuffer(data, np.uint8).ctypes.data
+    slots = len(data) // slot_bytes
+    order = list(pieces_of(slots, slot_bytes, first_at, piece_bytes, page_bytes))
+    return PinnedMemory(data, slot_bytes, registrar, PinPlan(order=order), page_bytes=page_bytes)
+
+
 def pin(memory: PinnedMemory, stopping: threading.Event | None = None) -> bool:
     """As a copier does."""
     stopping = stopping or threading.Event()
@@ -57,7 +68,7 @@ def pin(memory: PinnedMemory, stopping: threading.Event | None = None) -> bool:
 
 def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
     memory, registrar = pages(10 * 4096), Listener()
-    pinned = PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=5 * 4096)
+    pinned = pinned_by(registrar, memory.data, 2 * 4096, 5 * 4096)
     base = memory.ctypes.data
     assert pin(pinned)
     assert registrar.ranges == [
@@ -70,7 +81,7 @@ def test_a_region_is_pinned_in_pieces_that_end_where_slots_end() -> None:
 
 def test_a_slot_that_is_longer_than_a_piece_is_one() -> None:
     memory, registrar = pages(4 * 4096), Listener()
-    assert pin(PinnedMemory(memory.data, 2 * 4096, registrar, piece_bytes=4096))
+    assert pin(pinned_by(registrar, memory.data, 2 * 4096, 4096))
     base = memory.ctypes.data
     assert registrar.ranges == [(base, 2 * 4096), (base + 2 * 4096, 2 * 4096)]
 
@@ -85,7 +96,7 @@ def test_pinning_ends_early_if_it_is_to_stop() -> None:
             return super().register(address, size)
 
     registrar = Stopper()
-    pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4096)
+    pinned = pinned_by(registrar, memory.data, 4096, 4096)
     assert not pin(pinned, stopping)
     assert len(registrar.ranges) == 3
     pinned.close()
@@ -96,7 +107,7 @@ def test_a_refused_piece_leaves_those_before_and_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory, registrar = pages(10 * 4096), Listener(refuse_at=2)
-    pinned = PinnedMemory(memory.data, 4096, registrar, piece_bytes=4 * 4096)
+    pinned = pinned_by(registrar, memory.data, 4096, 4 * 4096)
     assert not pin(pinned)
     assert registrar.returned == [], "copies use them by now"
     assert "8192 of the CPU tier's 40960 bytes stay pageable" in caplog.text
@@ -131,7 +142,7 @@ def test_where_the_system_has_large_pages_none_is_pinned_twice(
     skip = -memory.ctypes.data % page + 3 * 4096
     registrar = Pages(page)
     data = memory.data[skip : skip + slots * slot]
-    assert pin(PinnedMemory(data, slot, registrar, piece_bytes=4 * page, page_bytes=page))
+    assert pin(pinned_by(registrar, data, slot, 4 * page, page))
     begins = [address for address, _ in registrar.ranges]
     ends = [address + size for address, size in registrar.ranges]
     base = memory.ctypes.data + skip
@@ -239,69 +250,6 @@ def test_an_error_code_is_raised(monkeypatch: pytest.MonkeyPatch, version: int) 
     assert runtime.forgotten == 1, "torch would report it after its next kernel"
 
 
-def test_an_operation_that_says_of_no_error_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's, where the driver has no batched copies."""
-    runtime, called = Runtime(13000), []
-    monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
-    torch = ModuleType("torch")
-    torch.from_numpy = lambda column: column.tolist()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(runtime, "_result", 1)
-
-    def fails(*tensors: object) -> None:
-        called.append(tensors)
-
-    with pytest.raises(RuntimeError, match="error 1"):
-        runtime_copies.torch_copy(fails)(columns(10), columns(20), columns(5), True)
-    assert called == [([20], [10], [5], True)]
-    monkeypatch.setattr(runtime, "_result", 0)
-    assert runtime_copies.torch_copy(fails)(columns(10), columns(20), columns(5), False)
-
-
-def test_copies_that_fail_go_another_way_from_then_on() -> None:
-    calls: list[str] = []
-
-    def refused(*call: object) -> object:
-        calls.append("first")
-        raise RuntimeError("not supported")
-
-    def works(*call: object) -> object:
-        calls.append("second")
-        return "held"
-
-    copy = or_else(refused, lambda: works)
-    assert [copy(columns(1), columns(2), columns(3), True) for _ in range(2)] == ["held"] * 2
-    assert calls == ["first", "second", "second"]
-    copy = or_else(refused, lambda: lambda *call: refused())
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="not supported"):
-            copy(columns(1), columns(2), columns(3), True)
-    assert len(calls) == 6
-
-
-def test_copies_that_fail_in_several_threads_at_once_all_go_the_other_way() -> None:
-    trying = threading.Barrier(4)
-    found: list[object] = []
-
-    def refused(*call: object) -> object:
-        trying.wait(60)
-        raise RuntimeError("not supported")
-
-    ways: list[str] = []
-    copy = or_else(refused, lambda: ways.append("another") or (lambda *call: "held"))
-
-    def run() -> None:
-        found.append(copy(columns(1), columns(2), columns(3), True))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == ["held"] * 4
-    assert len(ways) == 1
-
-
 class Unable(Runtime):
     """Has the call, and says that it cannot do it."""
 
@@ -380,7 +328,7 @@ def test_where_no_event_can_be_had_the_stream_is_waited_for(recorded: bool) -> N
     """Else a job ended while its copies still write to pages that others are given."""
     event, stream = Point(recorded), Point()
     torch = SimpleNamespace(cuda=SimpleNamespace(Event=lambda blocking: event))
-    lane: Any = cuda._CudaLane(torch, stream, None)  # type: ignore[arg-type]
+    lane: Any = cuda.CudaStream(torch, stream, lambda *columns: None)
     lane.record().synchronize()
     assert (event.waited, stream.waited) == ((1, 0) if recorded else (0, 1))
 

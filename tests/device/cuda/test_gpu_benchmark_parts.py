@@ -19,7 +19,7 @@ from benchmarks.gpu.arena import LOAD, STORE
 from benchmarks.gpu.beside import Duplex
 from benchmarks.gpu.timeline import Span, tell
 from benchmarks.report import Report
-from kvtier.device.copier import Blocks
+from kvtier.device.layout import DeviceBlocks
 from kvtier.interfaces.mover import TransferKind
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +77,7 @@ class Arena:
         self._ended = ended
         self._kinds: list[TransferKind] = []
 
-    def submit(self, kind: TransferKind, slots: range, blocks: Blocks) -> int:
+    def submit(self, kind: TransferKind, slots: range, blocks: DeviceBlocks) -> int:
         self._kinds.append(kind)
         return len(self._kinds) - 1
 
@@ -98,7 +98,7 @@ def test_what_is_measured_beside_both_directions_is_doubted_once_one_has_ended(
     duplex = Duplex.__new__(Duplex)  # otherwise it makes tensors on a device
     arena: Any = Arena(ended)
     duplex.arena, duplex.half, duplex.outlasted = arena, 1, True
-    duplex._loads = Blocks(np.arange(1), [1], [0])
+    duplex._loads = DeviceBlocks(np.arange(1), [1], [0])
     duplex._stores = [(range(1, 2), duplex._loads)]
     assert duplex.beside(lambda: (1.0,)) == (1.0,)
     assert duplex.outlasted == outlasted

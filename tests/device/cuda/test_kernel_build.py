@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.device.cuda import device as cuda_device
-from kvtier.device.cuda.runtime import BatchCopy
-from kvtier.device.queue import Steps
-from kvtier.settings import Gds
-from kvtier.vllm.worker import Pinning, device_of
+from kvtier.vllm.worker import RankShare, RankWorker
 
 
 class Machine:
@@ -52,21 +49,25 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "kvtier.device.cuda.staging_buffers", staging)
     monkeypatch.setattr(cuda_device, "leave_captures_alone", lambda: machine.say("relaxed"))
+    monkeypatch.setattr(cuda_device, "runtime_copy", lambda torch: lambda *columns: "copied")
     return machine
 
 
 def test_by_a_thread_and_on_a_stream_of_their_own(machine: Machine) -> None:
-    cuda_device.build_kernels(3, lambda: lambda *columns: "copied")
+    cuda_device.build_kernels(3)
     stream = ("on", ("stream", 3))
     assert machine.said == [("device", 3), ("relaxed",), stream, ("built", 3, "copied")]
     assert machine.threads.isdisjoint({threading.get_ident()})
 
 
-def test_where_they_cannot_be_built_the_engine_starts_all_the_same(machine: Machine) -> None:
-    def breaks() -> BatchCopy:
+def test_where_they_cannot_be_built_the_engine_starts_all_the_same(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(torch: Any) -> None:
         raise ImportError("no such operator")
 
-    cuda_device.build_kernels(0, breaks)
+    monkeypatch.setattr(cuda_device, "runtime_copy", breaks)
+    cuda_device.build_kernels(0)
     assert machine.said[-1] == ("on", ("stream", 0))
 
 
@@ -77,7 +78,7 @@ def test_where_no_thread_can_be_had_the_engine_starts_all_the_same(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    cuda_device.build_kernels(0, lambda: lambda *columns: None)
+    cuda_device.build_kernels(0)
     assert not machine.said
 
 
@@ -86,13 +87,14 @@ def test_an_engine_does_not_wait_for_ever(
 ) -> None:
     begun, done = threading.Event(), threading.Event()
 
-    def hangs() -> BatchCopy:
+    def hangs(torch: Any) -> None:
         begun.set()
         done.wait()
         raise RuntimeError("it was in vain")
 
+    monkeypatch.setattr(cuda_device, "runtime_copy", hangs)
     monkeypatch.setattr(cuda_device, "_BUILD_SECONDS", 0.01)
-    cuda_device.build_kernels(0, hangs)
+    cuda_device.build_kernels(0)
     assert begun.wait(60)
     assert not done.is_set()
     done.set()
@@ -103,8 +105,9 @@ def test_when_an_engine_hands_over_its_tensors(
     monkeypatch: pytest.MonkeyPatch, kind: str, built: list[int]
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(cuda_device, "build_kernels", lambda index, copy: asked.append(index))
+    monkeypatch.setattr(cuda_device, "build_kernels", asked.append)
     device = SimpleNamespace(type=kind, index=2)
     tensor = SimpleNamespace(tensor=SimpleNamespace(device=device))
-    device_of(SimpleNamespace(tensors=[tensor]), Gds.OFF, (), Pinning(0, Steps()))
+    caches, share = SimpleNamespace(tensors=[tensor]), RankShare(0, 1, 1, (0,))
+    RankWorker(caches, share, attach=lambda path: pytest.fail("it is not opened yet"))
     assert asked == built

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.cuda import kernels as launch
-from kvtier.device.cuda.kernels import QuickLaunch
+from kvtier.device.cuda import launch
+from kvtier.device.cuda.launch import QuickLaunch
 
 SIGNATURE = {"there": "i64", "here": "*i64", "count": "i32", "threads": "constexpr"}
 

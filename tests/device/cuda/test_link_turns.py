@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.cuda.staged_copies import STORES_AT_ONCE, STORES_SHARE, Turns
+from kvtier.device.cuda.paths import STORES_AT_ONCE, STORES_SHARE, LinkTurns
 
 NEVER_S = 30.0
 
@@ -34,7 +34,7 @@ def together(*actions: Callable[[], None]) -> None:
 
 
 def test_without_loads_a_few_stores_go_together() -> None:
-    turns, meeting = Turns(), threading.Barrier(STORES_AT_ONCE, timeout=NEVER_S)
+    turns, meeting = LinkTurns(), threading.Barrier(STORES_AT_ONCE, timeout=NEVER_S)
 
     def store() -> None:
         with turns.store():
@@ -48,14 +48,14 @@ def test_without_loads_a_few_stores_go_together() -> None:
 
 
 def test_loads_wait_for_nothing() -> None:
-    turns = Turns()
+    turns = LinkTurns()
     with turns.store(), turns.load(), turns.load():
         pass
 
 
 def test_one_store_too_many_waits_until_another_has_left_the_link() -> None:
     """What the engine copies to the host waits for all that are there."""
-    turns = Turns()
+    turns = LinkTurns()
     with contextlib.ExitStack() as there:
         for _ in range(STORES_AT_ONCE):
             there.enter_context(turns.store())
@@ -65,7 +65,7 @@ def test_one_store_too_many_waits_until_another_has_left_the_link() -> None:
 
 def test_those_that_were_there_before_a_load_count() -> None:
     """Else there would be one more than an engine's few bytes should have to wait for."""
-    turns, asked = Turns(), threading.Event()
+    turns, asked = LinkTurns(), threading.Event()
 
     class Room(threading.Semaphore):
         def __enter__(self) -> bool:
@@ -86,7 +86,7 @@ def test_those_that_were_there_before_a_load_count() -> None:
 
 
 def test_beside_a_load_stores_go_one_after_the_other() -> None:
-    turns, inside, most = Turns(), 0, 0
+    turns, inside, most = LinkTurns(), 0, 0
 
     def store() -> None:
         nonlocal inside, most
@@ -108,7 +108,7 @@ def test_the_link_is_left_alone_in_between(monkeypatch: pytest.MonkeyPatch) -> N
         pauses.append(timeout)
 
     clock = Clock()
-    turns = Turns(clock)
+    turns = LinkTurns(clock)
     monkeypatch.setattr(turns._ended, "wait_for", wait)
     with turns.store():
         clock.now += 1
@@ -119,7 +119,7 @@ def test_the_link_is_left_alone_in_between(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_pause_ends_with_the_load() -> None:
     clock = Clock()
-    turns, done = Turns(clock), threading.Event()
+    turns, done = LinkTurns(clock), threading.Event()
 
     def store() -> None:
         with turns.store():

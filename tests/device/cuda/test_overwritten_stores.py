@@ -15,13 +15,14 @@ from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.device.copier import Blocks
 from kvtier.device.cpu import CpuCopier, PageCopier
+from kvtier.device.layout import DeviceBlocks
+from kvtier.device.records import RankRecords
 from kvtier.record.record import Buffer, record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
 from kvtier.vllm import worker as rank_worker
-from kvtier.vllm.worker import Ended, RankWorker
+from kvtier.vllm.worker import EndedJob, RankShare, RankWorker
 
 PAGE, CHUNKS = 2048, 4
 
@@ -45,28 +46,25 @@ class Setting:
         self.keys: list[bytes] = list(make_keys(CHUNKS))
         self.worker = RankWorker(
             caches,
-            blocks_per_chunk=1,
-            group_ids=[0],
-            rank=0,
-            ranks=1,
+            RankShare(rank=0, ranks=1, blocks_per_chunk=1, group_ids=(0,)),
             attach=Region.attach,
             open_copier=lambda layout, region, namespace: CpuCopier(
-                layout, [self.pages], region, namespace
+                RankRecords(layout, region, namespace), [self.pages]
             ),
         )
 
     def store(self) -> int:
-        taken, errand = self.manager.prepare_store(self.keys, "a")
+        taken, worker_job = self.manager.prepare_store(self.keys, "a")
         assert taken == self.keys
-        self.worker.store(1, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]))
-        return errand.number
+        self.worker.store(1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
+        return worker_job.number
 
     def load(self) -> int:
-        errand = self.manager.prepare_load(self.keys, "b")
-        self.worker.load(2, errand, Blocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
-        return errand.number
+        worker_job = self.manager.prepare_load(self.keys, "b")
+        self.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+        return worker_job.number
 
-    def end(self, number: int) -> Ended:
+    def end(self, number: int) -> EndedJob:
         while not (found := self.worker.poll()):
             pass
         (ended,) = found
@@ -85,7 +83,7 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
 
 def test_what_had_not_left_by_the_last_step_is_not_kept(setting: Setting) -> None:
     number = setting.store()
-    setting.worker.make_way({1})  # its blocks have other owners now, and are zero perhaps
+    setting.worker.release_blocks({1})  # its blocks have other owners now, and are zero perhaps
     ended = setting.end(number)
     assert not ended.ok
     assert setting.manager.failed_stores == CHUNKS
@@ -99,16 +97,16 @@ def test_nobody_waits_for_what_is_lost(setting: Setting, monkeypatch: pytest.Mon
     begun, end, copied = threading.Event(), threading.Event(), list[int]()
     gather = PageCopier.gather
 
-    def held(pages: PageCopier, group: int, ids: Sequence[int], skip: int, part: Buffer) -> int:
+    def held(pages: PageCopier, group: int, ids: Sequence[int], part: Buffer) -> int:
         copied.extend(ids)
         begun.set()
         end.wait()
-        return gather(pages, group, ids, skip, part)
+        return gather(pages, group, ids, part)
 
     monkeypatch.setattr(PageCopier, "gather", held)
     number = setting.store()
     begun.wait()
-    setting.worker.make_way({1})
+    setting.worker.release_blocks({1})
     assert not setting.worker.poll(), "its slots are not free yet"
     end.set()
     assert not setting.end(number).ok
@@ -125,8 +123,8 @@ def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) 
         mock.patch.object(copier, "mark", return_value="before"),
         mock.patch.object(copier, "submit") as submit,
     ):
-        errand = setting.manager.prepare_load(setting.keys, "b")
-        setting.worker.load(2, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
+        worker_job = setting.manager.prepare_load(setting.keys, "b")
+        setting.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
         assert setting.worker.mark() == "before"
         setting.worker._writes_first = False
         assert setting.worker.mark() is None, "it may yet write there"
@@ -136,7 +134,7 @@ def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) 
 
 def test_what_had_left_is_kept(setting: Setting) -> None:
     ended = setting.end(setting.store())
-    setting.worker.make_way({1})
+    setting.worker.release_blocks({1})
     assert ended.ok
     assert setting.manager.failed_stores == 0
 
@@ -144,14 +142,14 @@ def test_what_had_left_is_kept(setting: Setting) -> None:
 def test_loads_are_not_spoilt_by_that(setting: Setting) -> None:
     setting.end(setting.store())
     number = setting.load()
-    setting.worker.make_way({2})
+    setting.worker.release_blocks({2})
     assert setting.end(number).ok
 
 
 def test_an_engine_that_asks_first_loses_nothing(tmp_path: Path) -> None:
     setting = Setting(tmp_path)
     number = setting.store()
-    setting.worker.make_way({1})
+    setting.worker.release_blocks({1})
     assert setting.end(number).ok
     setting.worker.close()
     setting.stack.close()

@@ -13,13 +13,13 @@ from support.device.device_worlds import keys_of
 from support.device.direct_engine import RANKS, Engine
 from support.tiers.chains import is_quiet
 
+from kvtier.backends.cpu import Region
 from kvtier.cost.model import CostModel
-from kvtier.device.queue import Steps
 from kvtier.errors import MediumError
 from kvtier.move.threads import ThreadMover
 from kvtier.settings import Gds
 from kvtier.types import BlockKey, Outcome, Presence
-from kvtier.vllm.worker import Pinning, device_of
+from kvtier.vllm.worker import RankShare, RankWorker
 
 KEYS = keys_of(12)
 HIT, MISS = Presence.HIT, Presence.MISS
@@ -40,12 +40,12 @@ def places(engine: Engine, keys: list[BlockKey]) -> list[int]:
 
 def test_the_first_use_takes_no_slot_and_the_second_does(engine: Engine) -> None:
     engine.hang(True)
-    errand = engine.begin(KEYS)
-    assert sorted(errand.files) == list(range(12))
+    worker_job = engine.begin(KEYS)
+    assert sorted(worker_job.files) == list(range(12))
     cpu = engine.cpu.stats()
     assert (cpu.pinned, cpu.in_flight, engine.nvme.stats().pinned) == (0, 0, 12)
     engine.hang(False)
-    assert engine.finish(errand) == {}
+    assert engine.finish(worker_job) == {}
     engine.compare(KEYS)
     assert engine.nvme.stats().pinned == 0
     assert places(engine, KEYS) == [1] * 12
@@ -72,8 +72,8 @@ def test_a_load_longer_than_host_memory(tmp_path: Path) -> None:
         engine.store(keys[start : start + 4])
     found = engine.chain.lookup(keys)
     assert found == [HIT] * 40
-    errand = engine.load(keys)
-    assert len(errand.files) >= 36
+    worker_job = engine.load(keys)
+    assert len(worker_job.files) >= 36
     engine.chain.poll()
     assert engine.chain.lookup(keys) == [HIT] * 40
     assert engine.load(keys).files, "what finds no room for a second use goes direct again"
@@ -94,8 +94,8 @@ def test_what_is_read_directly_needs_no_mover(
     assert engine.load(KEYS[:4]).files
     monkeypatch.setattr(ThreadMover, "down", True)
     assert places(engine, KEYS) == [1] * 12
-    errand = engine.load(KEYS)
-    assert sorted(errand.files) == list(range(12)), "also what is used again"
+    worker_job = engine.load(KEYS)
+    assert sorted(worker_job.files) == list(range(12)), "also what is used again"
     engine.compare(KEYS)
 
 
@@ -103,8 +103,8 @@ def test_all_three_ways_in_one_load(engine: Engine) -> None:
     engine.load(KEYS[:4])
     more = keys_of(4, tag=5)
     engine.store(more)
-    errand = engine.load([*KEYS[:8], *more])
-    assert sorted(errand.files) == [4, 5, 6, 7], "used once, never, and in memory"
+    worker_job = engine.load([*KEYS[:8], *more])
+    assert sorted(worker_job.files) == [4, 5, 6, 7], "used once, never, and in memory"
 
 
 def test_the_cost_model_learns_each_way_for_itself(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_unless_every_rank_can_nobody_does(tmp_path: Path, able: tuple[bool, boo
 
 def test_nothing_is_read_directly_before_the_ranks_have_said_so(engine: Engine) -> None:
     engine.chain.read_directly(False)
-    errand = engine.load(KEYS[:2])
-    assert not errand.files
+    worker_job = engine.load(KEYS[:2])
+    assert not worker_job.files
     assert engine.load(KEYS[4:6]).files, "now they have"
 
 
-def flip(errand_file: tuple[str, int], at: int) -> None:
-    path, start = errand_file
+def flip(worker_job_file: tuple[str, int], at: int) -> None:
+    path, start = worker_job_file
     with open(path, "r+b") as file:
         file.seek(start + at)
         byte = file.read(1)
@@ -157,8 +157,8 @@ def test_a_flipped_bit_is_quarantined_and_the_request_recomputed(engine: Engine)
     flip(probe.files[1], 5000)
     engine.chain.read_directly(True)
     engine.chain._loads._read_directly.clear()
-    errand = engine.begin(KEYS[:3])
-    failures = engine.finish(errand)
+    worker_job = engine.begin(KEYS[:3])
+    failures = engine.finish(worker_job)
     assert failures[1] is Outcome.CORRUPT
     assert engine.failed == ["r"]
     engine.chain.poll()
@@ -201,35 +201,35 @@ def test_slots_being_read_are_not_given_to_others(tmp_path: Path) -> None:
     engine.store(KEYS)
     engine.forget_memory(KEYS)
     engine.hang(True)
-    errand = engine.begin(KEYS)
+    worker_job = engine.begin(KEYS)
     for tag in range(1, 6):
         more = keys_of(12, tag=tag)
         engine.store_alone(more)
     assert engine.nvme.stats().pinned == 12
     engine.hang(False)
-    assert engine.finish(errand) == {}
+    assert engine.finish(worker_job) == {}
     engine.compare(KEYS)
     engine.close()
 
 
 def test_a_reset_while_reads_are_under_way(engine: Engine) -> None:
     engine.hang(True)
-    errand = engine.begin(KEYS)
+    worker_job = engine.begin(KEYS)
     engine.manager.reset()
     assert engine.chain.lookup(KEYS) == [MISS] * 12
     engine.hang(False)
-    engine.finish(errand)
+    engine.finish(worker_job)
     assert engine.nvme.stats().pinned == 0
     assert is_quiet(engine.chain._ledger)
     assert not engine.manager.has_pending_work
 
 
 def test_wait_ends_when_no_block_is_touched_any_more(engine: Engine) -> None:
-    errand = engine.begin(KEYS)
+    worker_job = engine.begin(KEYS)
     for rank in engine.ranks:
         rank.worker.wait(list(rank.worker._numbers))
         rank.pages[:] = 7
-    assert engine.finish(errand) == {}
+    assert engine.finish(worker_job) == {}
     assert all((rank.pages == 7).all() for rank in engine.ranks)
 
 
@@ -239,16 +239,16 @@ def test_a_neighbours_slot_used_again_meanwhile_is_gone(engine: Engine, tmp_path
     other.nvme.refresh()
     other.store(keys_of(1, tag=9))
     assert other.load(KEYS[:4]).files, "another engine's blocks, straight from its slabs"
-    errand = other.manager.prepare_load(KEYS[4:5], "r")
-    path, at = errand.files[0]
+    worker_job = other.manager.prepare_load(KEYS[4:5], "r")
+    path, at = worker_job.files[0]
     with open(path, "r+b") as file:
-        file.seek(errand.files[0].at)
+        file.seek(worker_job.files[0].at)
         record = bytearray(file.read(8192))
         record[5000] ^= 1
         file.seek(at)
         file.write(record)
-    other.begin_with(errand)
-    assert set(other.finish(errand).values()) == {Outcome.CORRUPT}
+    other.begin_with(worker_job)
+    assert set(other.finish(worker_job).values()) == {Outcome.CORRUPT}
     assert other.nvme.lookup(KEYS[4:5]) == [Presence.MISS]
     assert other.nvme.stats().corrupt == 0, "its owner may have it right"
     other.close()
@@ -288,8 +288,9 @@ def test_whatever_happens_the_bytes_are_right(tmp_path: Path, seed: int) -> None
 def test_what_is_required_of_a_rank_without_a_gpu_keeps_it_from_starting(tmp_path: Path) -> None:
     device = SimpleNamespace(type="cpu", index=None)
     caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=device))])
+    share = RankShare(rank=0, ranks=1, blocks_per_chunk=1, group_ids=(0,))
     with pytest.raises(
         MediumError, match=r"required for .*, but the KV tensors are on a cpu device: mend"
     ):
-        device_of(caches, Gds.REQUIRE, [tmp_path], Pinning(0, Steps()))
-    assert device_of(caches, Gds.AUTO, [tmp_path], Pinning(0, Steps()))
+        RankWorker(caches, share, gds=Gds.REQUIRE, folders=[tmp_path], attach=Region.attach)
+    RankWorker(caches, share, gds=Gds.AUTO, folders=[tmp_path], attach=Region.attach)

@@ -16,10 +16,12 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, key
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, JobResult, PageRef, cut
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
+from kvtier.device.records import RankRecords
 from kvtier.errors import MediumError
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
@@ -65,7 +67,7 @@ class Disk:
         return FilePlace(str(self.path), index * self.slot)
 
 
-def result_of(copier: CudaCopier, job: Job) -> JobResult:
+def result_of(copier: CudaCopier, job: CopyJob) -> CopyResult:
     copier.submit(job)
     copier.wait([job.id])
     while not (results := copier.poll()):
@@ -83,9 +85,8 @@ def test_both_ways_bring_the_same_bytes(tmp_path: Path, data: st.DataObject) -> 
     world: World = data.draw(worlds())
     layout = world.layout
     blocks = data.draw(jobs(layout))
-    pieces = cut(layout, blocks)
-    groups = pieces.group.tolist()
-    keys = keys_of(len(pieces), groups=groups)
+    groups = cut(layout, blocks).groups
+    keys = keys_of(len(groups), groups=groups)
     disk = Disk(tmp_path, layout, keys, groups)
     host = MemoryHost(layout, max(1, len(keys)))
     direct = data.draw(st.sets(st.integers(0, max(0, len(keys) - 1)))) if keys else set()
@@ -99,16 +100,14 @@ def test_both_ways_bring_the_same_bytes(tmp_path: Path, data: st.DataObject) -> 
         wanted[page.device : page.device + page.size] = np.frombuffer(source, np.uint8)
     addressed = world.addressed()
     copier = CudaCopier(
-        addressed,
+        RankRecords(addressed, host, NAMESPACE),
         FakeDevice(data.draw(st.integers(0, 9))),
-        host,
-        NAMESPACE,
         open_direct=lambda: DirectLoader(addressed, disk.driver, NAMESPACE, stages=2),
     )
     try:
         result = result_of(
             copier,
-            Job(
+            CopyJob(
                 id=1,
                 kind=LOAD,
                 keys=keys,
@@ -148,10 +147,8 @@ class Rig:
         self.opened = threading.Event()
         self.opened.set()
         self.copier = CudaCopier(
-            self.layout,
+            RankRecords(self.layout, self.host, NAMESPACE),
             self.device,
-            self.host,
-            NAMESPACE,
             clock=lambda: self.now,
             open_direct=self.open,
         )
@@ -165,14 +162,16 @@ class Rig:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def job(self, name: int, direct: range, slots: range = range(0), deadline: float = 1.0) -> Job:
+    def job(
+        self, name: int, direct: range, slots: range = range(0), deadline: float = 1.0
+    ) -> CopyJob:
         rows = [*direct, *slots]
-        return Job(
+        return CopyJob(
             id=name,
             kind=LOAD,
             keys=[self.keys[row] for row in rows],
             slots=[-1] * len(direct) + list(slots),
-            blocks=Blocks(np.arange(len(rows)) + 20, [len(rows)], [0]),
+            blocks=DeviceBlocks(np.arange(len(rows)) + 20, [len(rows)], [0]),
             deadline=self.now + deadline,
             files={at: self.disk.place(row) for at, row in enumerate(direct)},
         )
@@ -302,7 +301,9 @@ def test_close_does_not_wait_for_a_read_that_hangs(rig: Rig) -> None:
 
 def test_close_does_not_wait_until_it_is_known_whether_files_can_be_read(rig: Rig) -> None:
     rig.opened.clear()
-    copier = CudaCopier(rig.layout, rig.device, rig.host, NAMESPACE, open_direct=rig.open)
+    copier = CudaCopier(
+        RankRecords(rig.layout, rig.host, NAMESPACE), rig.device, open_direct=rig.open
+    )
     copier.submit(rig.job(1, range(1), deadline=NEVER))
     copier.close()
     assert copier.poll()[0].outcomes == [Outcome.CANCELLED]
@@ -343,7 +344,10 @@ def test_when_every_buffer_hangs_loads_fail_at_once(rig: Rig) -> None:
 def test_files_named_too_early_wait_until_they_can_be_read(rig: Rig, tmp_path: Path) -> None:
     rig.opened.clear()
     again = CudaCopier(
-        rig.layout, rig.device, rig.host, NAMESPACE, clock=lambda: rig.now, open_direct=rig.open
+        RankRecords(rig.layout, rig.host, NAMESPACE),
+        rig.device,
+        clock=lambda: rig.now,
+        open_direct=rig.open,
     )
     assert not again.reads_files
     again.submit(rig.job(1, range(1)))
@@ -362,7 +366,10 @@ def test_where_it_does_not_work_files_are_dropped(rig: Rig, error: Exception | N
             raise error
 
     copier = CudaCopier(
-        rig.layout, rig.device, rig.host, NAMESPACE, clock=lambda: rig.now, open_direct=open_direct
+        RankRecords(rig.layout, rig.host, NAMESPACE),
+        rig.device,
+        clock=lambda: rig.now,
+        open_direct=open_direct,
     )
     assert result_of(copier, rig.job(1, range(1))).outcomes == [Outcome.DROPPED]
     assert not copier.reads_files
@@ -372,8 +379,8 @@ def test_where_it_does_not_work_files_are_dropped(rig: Rig, error: Exception | N
 def test_who_never_reads_files_refuses_jobs_that_name_some(rig: Rig) -> None:
     array = rig.memory.reshape(64, PAGE)
     for copier in (
-        CudaCopier(rig.layout, rig.device, rig.host, NAMESPACE),
-        CpuCopier(rig.layout, [array], rig.host, NAMESPACE),
+        CudaCopier(RankRecords(rig.layout, rig.host, NAMESPACE), rig.device),
+        CpuCopier(RankRecords(rig.layout, rig.host, NAMESPACE), [array]),
     ):
         with pytest.raises(ValueError, match="names files"):
             copier.submit(rig.job(1, range(1)))

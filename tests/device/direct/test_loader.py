@@ -10,8 +10,8 @@ import pytest
 from support.device.device_worlds import NAMESPACE, keys_of
 from support.device.fake_cufile import FakeCufile, FakeStage
 
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.direct.loader import DirectLoader, DirectRead, Landing
+from kvtier.device.direct.loader import DirectLoader, DirectRead
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
 from kvtier.types import FilePlace, Outcome
 
@@ -58,14 +58,13 @@ class Stage:
     def read(self, index: int = 0) -> DirectRead:
         return DirectRead(FilePlace(str(self.path), index * self.size), self.keys[index], 0)
 
-    def load(self, *reads: DirectRead) -> list[Landing]:
-        begun = [self.loader.begin(read) for read in reads or [self.read()]]
-        return [self.loader.end(reading, deadline=self.now + 1) for reading in begun]
-
-    def outcome(self) -> Outcome:
-        (landing,) = self.load()
-        assert landing.outcome.ok == (landing.stage is not None)
-        return landing.outcome
+    def outcome(self, index: int = 0) -> Outcome:
+        read = self.read(index)
+        self.loader.begin(read)
+        outcome = self.loader.end(read, deadline=self.now + 1)
+        if outcome.ok:
+            self.loader.give_back(read)
+        return outcome
 
 
 @pytest.fixture
@@ -73,15 +72,18 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
-def test_a_part_lies_where_the_landing_says(stage: Stage) -> None:
-    for index, landing in enumerate(stage.load(stage.read(0), stage.read(1))):
-        assert landing.outcome.ok
-        assert isinstance(landing.stage, FakeStage)
-        at = landing.record + HEADER_BYTES + PART - landing.stage.address
-        found = bytes(landing.stage.buffer[at : at + PART])
+def test_a_part_lies_where_the_read_says(stage: Stage) -> None:
+    reads = [stage.read(index) for index in range(2)]
+    for read in reads:
+        stage.loader.begin(read)
+    for index, read in enumerate(reads):
+        assert stage.loader.end(read, stage.now + 1).ok
+        assert isinstance(read.stage, FakeStage)
+        at = read.record + HEADER_BYTES + PART - read.stage.address
+        found = bytes(read.stage.buffer[at : at + PART])
         start = index * stage.size + HEADER_BYTES + PART
         assert found == bytes(stage.records[start : start + PART])
-        stage.loader.give_back(landing.stage)
+        stage.loader.give_back(read)
     assert stage.loader.free == 2
     assert stage.driver.open_files == 0
 
@@ -150,9 +152,10 @@ def test_a_read_that_hangs_times_out_and_keeps_its_buffer_and_file(stage: Stage)
 
 def test_a_loader_that_is_told_to_stop_waits_for_nothing(stage: Stage) -> None:
     stage.driver.hangs = True
-    reading = stage.loader.begin(stage.read())
+    read = stage.read()
+    stage.loader.begin(read)
     stage.loader.stop()
-    assert stage.loader.end(reading, deadline=float("inf")).outcome is Outcome.CANCELLED
+    assert stage.loader.end(read, deadline=float("inf")) is Outcome.CANCELLED
     assert stage.driver.open_files == 1
 
 

@@ -14,10 +14,10 @@ import pytest
 from support.device.device_worlds import NAMESPACE, keys_of
 from support.device.fake_cufile import CompatMode
 
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.direct import kvikio_driver
 from kvtier.device.direct.kvikio_driver import DeviceMemory
 from kvtier.device.direct.loader import DirectLoader, DirectRead
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.record.record import HEADER_BYTES, Header
 from kvtier.types import FilePlace, Outcome
 
@@ -176,8 +176,9 @@ def test_what_a_read_that_failed_wrote_to_is_not_written_to_any_more(
     Header(key, NAMESPACE, page).write(record)
     (tmp_path / "slab").write_bytes(record)
     loader = DirectLoader(layout, kvikio_driver.KvikioDriver(0), NAMESPACE, stages=2)
-    reading = loader.begin(DirectRead(FilePlace(str(tmp_path / "slab"), 0), key, 0))
-    assert loader.end(reading, float("inf")).outcome is Outcome.IO_ERROR
+    read = DirectRead(FilePlace(str(tmp_path / "slab"), 0), key, 0)
+    loader.begin(read)
+    assert loader.end(read, float("inf")) is Outcome.IO_ERROR
     assert loader.free == 2
     assert library.under_way == 0
 

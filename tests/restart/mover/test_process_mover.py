@@ -63,7 +63,7 @@ class TestProcessMover(MoverContract):
         rig.fill(NEAR, range(4))
         transfer = rig.transfer(TransferKind.LOAD, NEAR, HOST, range(4))
         with monkeypatch.context() as full:
-            full.setattr(process_connection.Link, "send", lambda *_: False)
+            full.setattr(process_connection.MoverConnection, "send", lambda *_: False)
             assert not rig.mover.submit(transfer)
         assert rig.mover.stats().in_flight_blocks == 0
         assert rig.outcomes(rig.submit(transfer)) == [Outcome.OK] * 4
@@ -94,7 +94,7 @@ class TestProcessMover(MoverContract):
         load, killed = rig.load([0]), pid_of(rig.mover)
         rig.media[NEAR].next_call()
         with monkeypatch.context() as patch:
-            patch.setattr(process_connection.Link, "watch", mistaken)
+            patch.setattr(process_connection.MoverConnection, "watch", mistaken)
             assert rig.outcomes(load) == [Outcome.DROPPED]
             assert not alive(killed)
             until(lambda: rig.mover.lost)
@@ -322,7 +322,7 @@ def test_a_process_that_ends_at_once_is_one_clear_error(
 def test_whatever_is_raised_at_the_start_is_one_clear_error(
     media: MoverRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_connection.Link, "start", mistaken)
+    monkeypatch.setattr(process_connection.MoverConnection, "start", mistaken)
     before = open_files()
     with pytest.raises(MoverError, match="cannot be started; the log says why"):
         ProcessMover(media.tiers, media.context)
@@ -335,9 +335,9 @@ def test_nobody_waits_for_a_start_for_ever(
     """The system itself may hang: at a disk with Python's own files, say."""
     for bound in ("START_GRACE_SECONDS", "END_SECONDS", "CLOSE_SECONDS", "CLOSED_END_SECONDS"):
         monkeypatch.setattr(process, bound, 0.0)
-    go, spawn = threading.Event(), process_connection.Link._spawn
+    go, spawn = threading.Event(), process_connection.MoverConnection._spawn
     slow = staticmethod(lambda end: spawn(end) if go.wait(SOON) else None)
-    monkeypatch.setattr(process_connection.Link, "_spawn", slow)
+    monkeypatch.setattr(process_connection.MoverConnection, "_spawn", slow)
     threads = set(threading.enumerate())
     with pytest.raises(MoverError, match=r"did not start within 0\.01 s"):
         ProcessMover(media.tiers, media.context, start_seconds=0.01)

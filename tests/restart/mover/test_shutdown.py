@@ -28,7 +28,7 @@ def test_a_mover_that_is_closed_as_its_process_has_started_again_ends_at_once(
     media: MoverRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mover = ProcessMover(media.tiers, media.context)
-    closing, start = threading.Thread(target=mover.close), process_connection.Link.start
+    closing, start = threading.Thread(target=mover.close), process_connection.MoverConnection.start
 
     def closed_meanwhile(*args: Any) -> Ready:
         ready = start(*args)
@@ -37,7 +37,7 @@ def test_a_mover_that_is_closed_as_its_process_has_started_again_ends_at_once(
             time.sleep(0.001)
         return ready
 
-    monkeypatch.setattr(process_connection.Link, "start", closed_meanwhile)
+    monkeypatch.setattr(process_connection.MoverConnection, "start", closed_meanwhile)
     os.kill(pid_of(mover), signal.SIGKILL)
     while not mover._closed:
         time.sleep(0.001)

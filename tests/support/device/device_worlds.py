@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.record.record import HEADER_BYTES, Buffer, record_bytes
 from kvtier.slab import layout as table
 from kvtier.types import BlockKey, block_key
@@ -86,7 +86,7 @@ def worlds(draw: Any) -> World:
 
 
 @st.composite
-def jobs(draw: Any, layout: DeviceLayout, *, whole: bool = False) -> Blocks:
+def jobs(draw: Any, layout: DeviceLayout, *, whole: bool = False) -> DeviceBlocks:
     """Distinct blocks, split over the groups; with partial first and last chunks or without."""
     ids = draw(st.lists(st.integers(0, layout.blocks - 1), unique=True, max_size=layout.blocks))
     if draw(st.booleans()):
@@ -101,7 +101,7 @@ def jobs(draw: Any, layout: DeviceLayout, *, whole: bool = False) -> Blocks:
         sizes.append(size)
         starts.append(start)
         left -= size
-    return Blocks(np.array(ids[: sum(sizes)], np.int64), sizes, starts)
+    return DeviceBlocks(np.array(ids[: sum(sizes)], np.int64), sizes, starts)
 
 
 class Page(NamedTuple):
@@ -113,7 +113,7 @@ class Page(NamedTuple):
     size: int
 
 
-def pages(layout: DeviceLayout, blocks: Blocks) -> Iterator[Page]:
+def pages(layout: DeviceLayout, blocks: DeviceBlocks) -> Iterator[Page]:
     """The obvious walk over a job, page by page."""
     record, at = -1, 0
     for group, refs in enumerate(layout.groups):

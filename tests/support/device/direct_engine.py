@@ -14,15 +14,17 @@ import numpy as np
 
 from kvtier.backends.cpu import Region
 from kvtier.cost.model import CostModel
-from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout
+from kvtier.device.copier import DeviceCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
-from kvtier.vllm.protocol import Errand, Report
-from kvtier.vllm.worker import RankWorker
+from kvtier.vllm.protocol import Report, WorkerJob
+from kvtier.vllm.worker import RankShare, RankWorker
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
 from support.scheduler.asking import AddingManager
@@ -67,10 +69,7 @@ class Rank:
         )
         self.worker = RankWorker(
             caches,
-            blocks_per_chunk=1,
-            group_ids=[0],
-            rank=rank,
-            ranks=RANKS,
+            RankShare(rank, RANKS, blocks_per_chunk=1, group_ids=(0,)),
             attach=Region.attach,
             open_copier=self._open_copier,
         )
@@ -82,7 +81,9 @@ class Rank:
             loader = DirectLoader(layout, self.driver, namespace, stages=3)
             return loader if self._able else None
 
-        return CudaCopier(layout, self.device, region, namespace, open_direct=open_direct)
+        return CudaCopier(
+            RankRecords(layout, region, namespace), self.device, open_direct=open_direct
+        )
 
     def wait_until_open(self) -> None:
         """Until the copier's own thread has found out whether files can be read directly."""
@@ -134,20 +135,20 @@ class Engine:
 
     def store(self, keys: Sequence[BlockKey], first: int = 0) -> None:
         """Random bytes for these keys, out of the devices and down to the disk."""
-        taken, errand = self.manager.prepare_store(keys, "storing")
+        taken, worker_job = self.manager.prepare_store(keys, "storing")
         assert len(taken) == len(keys)
         ids = np.arange(first, first + len(keys))
         for rank in self.ranks:
-            random = np.random.default_rng(abs(hash((keys[0], rank.worker._part))))
+            random = np.random.default_rng(abs(hash((keys[0], rank.worker._share.part))))
             rank.pages[:, ids] = random.integers(0, 256, (LAYERS, len(keys), PAGE), np.uint8)
         for index, key in enumerate(keys):
             self.contents[key] = [rank.pages[:, ids[index]].tobytes() for rank in self.ranks]
         job = next(self._names)
         for rank in self.ranks:
-            rank.worker.store(job, errand, Blocks(ids, [len(ids)], [0]))
+            rank.worker.store(job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
         for rank in self.ranks:
             rank.wait_until_open()  # what the reports of this store then say is for certain
-        self.finish(errand)
+        self.finish(worker_job)
         self.settle()
 
     def store_alone(self, keys: Sequence[BlockKey]) -> None:
@@ -162,37 +163,37 @@ class Engine:
         """Only the disk holds these now."""
         self.cpu.forget(keys)
 
-    def begin(self, keys: Sequence[BlockKey], first: int = 100, request: str = "r") -> Errand:
+    def begin(self, keys: Sequence[BlockKey], first: int = 100, request: str = "r") -> WorkerJob:
         return self.begin_with(self.manager.prepare_load(keys, request), first)
 
-    def begin_with(self, errand: Errand, first: int = 100) -> Errand:
+    def begin_with(self, worker_job: WorkerJob, first: int = 100) -> WorkerJob:
         job = next(self._names)
-        ids = np.arange(first, first + len(errand.keys))
+        ids = np.arange(first, first + len(worker_job.keys))
         for rank in self.ranks:
             rank.pages[:, ids] = 0
-            rank.worker.load(job, errand, Blocks(ids, [len(ids)], [0]))
-        return errand
+            rank.worker.load(job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
+        return worker_job
 
-    def finish(self, errand: Errand) -> dict[int, Outcome]:
+    def finish(self, worker_job: WorkerJob) -> dict[int, Outcome]:
         """Step until all ranks have reported; what failed, by position."""
         left, merged = RANKS, Report(0)
         while left:
             self.chain.poll()
             for rank in self.ranks:
                 for ended in rank.worker.poll():
-                    assert ended.number == errand.number
+                    assert ended.number == worker_job.number
                     left -= 1
                     merged = merged.merge(ended.report)
                     request = self.manager.report(ended.number, ended.report)
                     self.failed += [request] if request else []
         return merged.failures
 
-    def load(self, keys: Sequence[BlockKey], first: int = 100) -> Errand:
+    def load(self, keys: Sequence[BlockKey], first: int = 100) -> WorkerJob:
         """Load, and compare every byte of every rank."""
-        errand = self.begin(keys, first)
-        assert self.finish(errand) == {}
+        worker_job = self.begin(keys, first)
+        assert self.finish(worker_job) == {}
         self.compare(keys, first)
-        return errand
+        return worker_job
 
     def compare(self, keys: Sequence[BlockKey], first: int = 100) -> None:
         for index, key in enumerate(keys):

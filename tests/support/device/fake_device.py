@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from kvtier.device.copier import Copies, DeviceLayout, Ints
+from kvtier.device.layout import DeviceLayout, Ints, PageCopies
 from kvtier.record.record import part_sum
 
 
@@ -38,9 +38,6 @@ class FakeStream:
         self.refuses = False
         self.lost = False
 
-    def after(self, event: FakeEvent) -> None:
-        self._device.add(self, event)
-
     def do(self, operation: Callable[[], None]) -> None:
         self._device.add(self, operation)
 
@@ -55,10 +52,10 @@ class FakeStream:
         self._device.add(self, fire)
         return event
 
-    def to_device(self, copies: Copies) -> object:
+    def to_device(self, copies: PageCopies) -> object:
         return self._copy(copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist())
 
-    def to_host(self, copies: Copies) -> object:
+    def to_host(self, copies: PageCopies) -> object:
         return self._copy(copies.host.tolist(), copies.device.tolist(), copies.sizes.tolist())
 
     def _copy(self, targets: list[int], sources: list[int], sizes: list[int]) -> object:
@@ -138,6 +135,18 @@ class FakeStage(FakeStream):
         return self._sums
 
 
+class FakeMemory:
+    """Host memory that is pinned as a test says."""
+
+    def __init__(
+        self,
+        first: Callable[[threading.Event], object] = lambda stopping: None,
+        rest: Callable[[threading.Event], object] = lambda stopping: None,
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.pin_first, self.pin_rest, self.close = first, rest, close
+
+
 class FakeDevice:
     """`staging` is how many buffers it has for each direction, of `room` bytes at most."""
 
@@ -149,10 +158,10 @@ class FakeDevice:
         self._streams: list[FakeStream] = []
         self.waiters: set[int] = set()
         self.broken = False
-        self.engine = self.stream()
+        self.engine = self.new_stream()
         self.lanes: dict[bool, list[FakeStream]] = {True: [], False: []}
 
-    def stream(self) -> FakeStream:
+    def new_stream(self) -> FakeStream:
         stream = FakeStream(self)
         self._streams.append(stream)
         return stream
@@ -163,8 +172,8 @@ class FakeDevice:
     def mark(self) -> FakeEvent:
         return self.engine.record()
 
-    def lane(self, *, urgent: bool) -> FakeStream:
-        stream = self.stream()
+    def stream(self, *, urgent: bool) -> FakeStream:
+        stream = self.new_stream()
         self.lanes[urgent].append(stream)
         return stream
 

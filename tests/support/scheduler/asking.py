@@ -104,8 +104,8 @@ class Asking:
             if (window := self._window_of(key)) is None or at - window * CHUNK < end <= at
         ]
         kept = list(dict.fromkeys(kept))[::-1]
-        _, errand = self.manager.prepare_store(kept, request)
-        self.manager.report(errand.number, Report(1))
+        _, worker_job = self.manager.prepare_store(kept, request)
+        self.manager.report(worker_job.number, Report(1))
         self.manager.on_request_finished(request)
         self.manager.on_schedule_end()
         return hit

@@ -63,6 +63,12 @@ def test_where_text_is_no_yaml() -> None:
     with pytest.raises(ConfigErrors) as caught:
         Document.from_text("a: 1\n\tb: 2\n", "x.yaml")
     assert caught.value.errors[0].line == "x.yaml:2:1"
+    with pytest.raises(ConfigErrors) as caught:
+        Document.from_text("a: 1\nb: 1\x00\n", "x.yaml")
+    assert str(caught.value) == (
+        r"x.yaml:2:5: $: not YAML: the character '\x00' cannot stand there - save the file as "
+        "plain UTF-8 text"
+    )
 
 
 def test_an_empty_text_without_a_name_is_refused() -> None:

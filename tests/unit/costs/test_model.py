@@ -343,22 +343,6 @@ def _run(link: str, blocks: int) -> LoadRun:
     return LoadRun(link, blocks, blocks * BLOCK_BYTES)
 
 
-def test_a_slow_tail_is_left_and_the_winning_head_taken() -> None:
-    model = _known(near=(0.001, 2e9), far=(0.5, 1e8))
-    assert model.admit([_run(DEVICE, 10), _run("near", 20), _run("far", 30)], BLOCK_TOKENS) == 30
-    stats = model.stats()
-    assert stats["near"].taken == 20
-    assert stats["far"].refused == 30
-    assert stats["far"].refusing
-    assert not stats["near"].refusing
-
-
-def test_a_slow_start_is_taken_when_what_follows_pays_for_it() -> None:
-    model = _known(near=(0.001, 2e9), far=(0.2, 1e9))
-    assert model.admit([_run("far", 2)], BLOCK_TOKENS) == 0
-    assert model.admit([_run("far", 2), _run("near", 200)], BLOCK_TOKENS) == 202
-
-
 def test_blocks_that_hide_behind_a_slower_stream_are_taken() -> None:
     """Links work side by side: part of a losing run arrives while another is loading anyway."""
     model = _known(near=(0.0, 5e8), far=(0.0, 2e8))
@@ -371,13 +355,6 @@ def test_blocks_that_hide_behind_a_slower_stream_are_taken() -> None:
         expected = 100 + hidden * (CostSettings().regain if refusing else 1.0)
         assert taken == pytest.approx(expected, abs=1)
         assert model.stats()["far"].refusing == refusing, "neither refused nor all of it taken"
-
-
-def test_empty_hits_and_runs_are_nothing() -> None:
-    model = _known(near=(0.001, 2e9))
-    assert model.admit([], BLOCK_TOKENS) == 0
-    assert model.admit([LoadRun("near", 0, 0)], BLOCK_TOKENS) == 0
-    assert model.admit([LoadRun("near", 0, 0), _run("near", 5)], BLOCK_TOKENS) == 5
 
 
 def test_a_prior_speaks_for_a_link_that_was_never_used() -> None:

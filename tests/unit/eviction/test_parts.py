@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.eviction.belady import replay_belady
 from benchmarks.eviction.reference_policies import Ghosts, new_policy
-from benchmarks.eviction.replay import replay
+from benchmarks.eviction.replay import replay, replay_belady
 from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.errors import ConfigError
 from kvtier.eviction import create_policy

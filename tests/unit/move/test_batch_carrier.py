@@ -9,8 +9,8 @@ import pytest
 
 from kvtier.interfaces.handler import Handler, HostHandler
 from kvtier.interfaces.mover import Transfer, TransferKind
-from kvtier.move.queues import Batch, Job
-from kvtier.move.threads import Carrier
+from kvtier.move.queues import TransferBatch, TransferJob
+from kvtier.move.threads import BatchCarrier
 from kvtier.record.record import Buffer
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
@@ -53,7 +53,7 @@ class Host(Scripted, HostHandler):
         self.told[index] = outcome
 
 
-def batch_from(source: int, target: int) -> Batch:
+def batch_from(source: int, target: int) -> TransferBatch:
     """The first blocks of a longer transfer."""
     spec = SlotSpec(list(range(BLOCKS)))
     kind = TransferKind.LOAD if target == HOST else TransferKind.STORE
@@ -68,7 +68,7 @@ def batch_from(source: int, target: int) -> Batch:
         deadline=float("inf"),
     )
     lanes = tuple(tier for tier in (source, target) if tier != HOST)
-    batch = Job(transfer, lanes, BATCH, 0.0).cut(BATCH, 0.0)
+    batch = TransferJob(transfer, lanes, BATCH, 0.0).cut(BATCH, 0.0)
     if len(lanes) == 2:
         batch.buffers = [sealed(key) for key in KEYS[:BATCH]]
     return batch
@@ -81,7 +81,7 @@ def test_a_failed_read_has_failed_whatever_stands_in_the_buffer() -> None:
     """What stands there may be the block of some time before."""
     host, batch = Host(), batch_from(NEAR, HOST)
     said = [Outcome.OK, *FAILURES]
-    Carrier([host, Scripted(said)], NAMESPACE).carry(batch)
+    BatchCarrier([host, Scripted(said)], NAMESPACE).carry(batch)
     assert batch.job.outcomes[:BATCH] == said
     assert host.told == dict(enumerate(said))
 
@@ -89,7 +89,7 @@ def test_a_failed_read_has_failed_whatever_stands_in_the_buffer() -> None:
 def test_a_read_into_staging_has_failed_whatever_stands_in_the_buffer() -> None:
     batch = batch_from(NEAR, FAR)
     batch.buffers[0] = blank()
-    Carrier([Host(), Scripted([Outcome.OK, *FAILURES]), Scripted([])], NAMESPACE).carry(batch)
+    BatchCarrier([Host(), Scripted([Outcome.OK, *FAILURES]), Scripted([])], NAMESPACE).carry(batch)
     assert not any(outcome.ok for outcome in batch.job.outcomes[:BATCH])
     assert batch.moved() == []
 
@@ -98,14 +98,14 @@ def test_a_source_that_cannot_be_read_says_nothing_about_the_target() -> None:
     """A dead disk must not cut off the bucket below, which is well."""
     batch = batch_from(NEAR, FAR)
     said = [Outcome.GONE, Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE]
-    Carrier([Host(), Scripted(said), Scripted([])], NAMESPACE).carry(batch)
+    BatchCarrier([Host(), Scripted(said), Scripted([])], NAMESPACE).carry(batch)
     assert batch.job.outcomes[:BATCH] == [Outcome.GONE, *[Outcome.DROPPED] * 3]
 
 
 def test_a_target_that_lost_its_slot_says_nothing_about_the_source() -> None:
     batch = batch_from(HOST, NEAR)
     said = [Outcome.GONE, Outcome.CORRUPT, Outcome.NO_SPACE, Outcome.OK]
-    Carrier([Host(), Scripted(said)], NAMESPACE).carry(batch)
+    BatchCarrier([Host(), Scripted(said)], NAMESPACE).carry(batch)
     assert batch.job.outcomes[:BATCH] == [Outcome.IO_ERROR, Outcome.IO_ERROR, *said[2:]]
 
 
@@ -125,7 +125,7 @@ def test_a_handler_that_miscounts_fails_its_batch_and_no_other_block(
         batch.arrived = True
         batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
     miscounting = Scripted([Outcome.OK] * count)
-    carrier = Carrier([Host(), miscounting, miscounting], NAMESPACE)
+    carrier = BatchCarrier([Host(), miscounting, miscounting], NAMESPACE)
     with pytest.raises(ValueError, match=f"{count} outcomes for {BATCH} blocks"):
         carrier.carry(batch)
     assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS
@@ -142,7 +142,7 @@ def test_a_handler_whose_word_is_no_outcome_fails_its_batch_and_no_other_block(
         batch.arrived = True
         batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
     odd = Scripted([Outcome.OK, stranger, *[Outcome.OK] * (BATCH - 2)])
-    carrier = Carrier([Host(), odd, odd], NAMESPACE)
+    carrier = BatchCarrier([Host(), odd, odd], NAMESPACE)
     with pytest.raises(ValueError, match=f"said {stranger!r} of a block"):
         carrier.carry(batch)
     assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
-from kvtier.move.queues import Batch, Job, Lane, StagingPool
+from kvtier.move.queues import HandlerQueue, StagingPool, TransferBatch, TransferJob
 from kvtier.move.threads import TransferCounts
 from kvtier.record.record import ALIGN, record_bytes
 from kvtier.testing.subject import make_keys
@@ -32,11 +32,11 @@ def make_transfer(blocks: int, *, source: int = 1, target: int = 0, id: int = 1)
     )
 
 
-def make_lane(staging: StagingPool, concurrency: int = 4, batch_blocks: int = 8) -> Lane:
-    return Lane(threading.Lock(), concurrency, batch_blocks, staging)
+def make_lane(staging: StagingPool, concurrency: int = 4, batch_blocks: int = 8) -> HandlerQueue:
+    return HandlerQueue(threading.Lock(), concurrency, batch_blocks, staging)
 
 
-def sizes(lane: Lane) -> list[int]:
+def sizes(lane: HandlerQueue) -> list[int]:
     """How long the batches are that this lane gives out."""
     found = []
     while (batch := lane.take(0.0)) is not None:
@@ -64,25 +64,25 @@ class TestStaging:
 class TestLane:
     def test_a_lone_job_is_spread_over_all_threads_down_to_its_end(self) -> None:
         lane = make_lane(StagingPool(4096))
-        lane.add(Job(make_transfer(20), (1,), 8, 0.0))
+        lane.add(TransferJob(make_transfer(20), (1,), 8, 0.0))
         assert sizes(lane) == [5, 4, 3, 2, 2, 1, 1, 1, 1]
 
     def test_jobs_that_others_wait_behind_go_in_whole_batches(self) -> None:
         lane = make_lane(StagingPool(4096))
         for id in (1, 2):
-            lane.add(Job(make_transfer(16, id=id), (1,), 8, 0.0))
+            lane.add(TransferJob(make_transfer(16, id=id), (1,), 8, 0.0))
         assert sizes(lane)[:2] == [8, 8]
 
     def test_jobs_without_staging_buffers_are_passed_over(self) -> None:
         staging = StagingPool(4096, room=2 * 4096)
         lane = make_lane(staging, concurrency=1)
-        staged = Job(make_transfer(5, source=1, target=2, id=1), (1, 2), 8, 0.0)
+        staged = TransferJob(make_transfer(5, source=1, target=2, id=1), (1, 2), 8, 0.0)
         lane.add(staged)
         first = lane.take(0.0)
         assert first is not None
         assert (first.stop, len(first.buffers)) == (2, 2)
         assert lane.take(0.0) is None
-        direct = Job(make_transfer(1, source=0, target=1, id=2), (1,), 8, 0.0)
+        direct = TransferJob(make_transfer(1, source=0, target=1, id=2), (1,), 8, 0.0)
         lane.add(direct)
         found = lane.take(0.0)
         assert found is not None
@@ -94,7 +94,7 @@ class TestLane:
 
     def test_a_late_job_is_given_out_whole_with_its_verdict(self) -> None:
         lane = make_lane(StagingPool(4096))
-        job = Job(make_transfer(20), (1,), 8, 0.0)
+        job = TransferJob(make_transfer(20), (1,), 8, 0.0)
         lane.add(job)
         batch = lane.take(1000.0)
         assert batch is not None
@@ -104,7 +104,7 @@ class TestLane:
 
 
 def test_a_batch_knows_what_has_come_through() -> None:
-    job = Job(make_transfer(6), (1,), 8, 0.0)
+    job = TransferJob(make_transfer(6), (1,), 8, 0.0)
     job.outcomes[1:6] = [
         Outcome.OK,
         Outcome.OK,
@@ -112,7 +112,7 @@ def test_a_batch_knows_what_has_come_through() -> None:
         Outcome.OK,
         Outcome.OK,
     ]
-    batch = Batch(job, 1, 5, None)
+    batch = TransferBatch(job, 1, 5, None)
     assert batch.moved() == [(0, 2), (3, 4)]
     batch.spoil(Outcome.TIMEOUT)
     assert batch.moved() == []
@@ -120,7 +120,7 @@ def test_a_batch_knows_what_has_come_through() -> None:
 
 
 def test_busy_time_is_counted_once_however_many_threads_are_busy() -> None:
-    job = Job(make_transfer(6), (1,), 2, 10.0)
+    job = TransferJob(make_transfer(6), (1,), 2, 10.0)
     job.cut(2, 11.0)
     job.cut(2, 12.0)
     job.settle(14.0)

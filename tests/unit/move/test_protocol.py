@@ -16,10 +16,10 @@ from kvtier.move import protocol
 from kvtier.move.protocol import (
     Answer,
     Cancel,
-    Ended,
     Failed,
     Inbox,
     Submit,
+    TransferEnded,
     answers,
     frame,
     requests,
@@ -45,7 +45,11 @@ RESULT = TransferResult(
 
 @given(st.lists(st.integers(1, 40), max_size=20))
 def test_frames_come_together_from_any_pieces(cuts: list[int]) -> None:
-    sent: list[Answer] = [Ended([RESULT]), Ended([]), Ended([RESULT, RESULT])]
+    sent: list[Answer] = [
+        TransferEnded([RESULT]),
+        TransferEnded([]),
+        TransferEnded([RESULT, RESULT]),
+    ]
     data = b"".join(bytes(frame(message)) for message in sent)
     inbox = Inbox()
     received: list[Answer] = []

@@ -12,7 +12,7 @@ import pytest
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, TransferKind
 from kvtier.move import threads as batch_carrier
-from kvtier.move.queues import Job
+from kvtier.move.queues import TransferJob
 from kvtier.move.threads import ThreadMover
 from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
 from kvtier.testing.mover import SOON, MoverContract, MoverRig
@@ -71,7 +71,7 @@ class TestThreadMover(MoverContract):
     def test_what_has_a_verdict_is_not_moved(self, rig: MoverRig) -> None:
         rig.fill(1, range(2))
         transfer = rig.transfer(TransferKind.LOAD, 1, 0, range(2))
-        late = Job(transfer, (1,), 4, 0.0).cut(2, 0.0, Outcome.TIMEOUT)
+        late = TransferJob(transfer, (1,), 4, 0.0).cut(2, 0.0, Outcome.TIMEOUT)
         rig.mover._run(late)  # type: ignore[attr-defined]
         assert late.job.outcomes == [Outcome.TIMEOUT] * 2
         assert rig.reported(range(2)) == [Outcome.TIMEOUT] * 2

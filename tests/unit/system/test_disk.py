@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import open_files
 
-from kvtier.system.disk import Disk, is_locked, lock_within, read_all, write_all
+from kvtier.system.disk import Disk, is_locked, lock_within, mounted, read_all, write_all
 
 DISK = Disk()
 
@@ -133,3 +133,16 @@ def test_who_asks_for_a_lock_does_not_keep_it(tmp_path: Path) -> None:
             assert not lock_within(other.fileno(), fcntl.LOCK_EX, 0.0)
     assert not is_locked(path)
     assert open_files() == before
+
+
+@pytest.mark.parametrize("name", [b"with a blank", "données\u00a0".encode(), b"no\xfftext"])
+def test_a_file_system_is_known_whatever_its_folder_is_called(tmp_path: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    written = os.fsencode(folder).replace(b" ", b"\\040")  # as the kernel does it
+    listed = tmp_path / "proc/self/mounts"
+    assert mounted(tmp_path, tmp_path) == ("unknown", [""])
+    listed.parent.mkdir(parents=True)
+    listed.write_bytes(b"/dev/a / ext4 rw 0 0\n/dev/b %s nfs4 rw,huge=never 0 0\n" % written)
+    assert mounted(tmp_path, tmp_path) == ("ext4", ["rw"])
+    assert mounted(folder / "below", tmp_path) == ("nfs4", ["rw", "huge=never"])

@@ -49,13 +49,15 @@ class Engine:
     def salt(self, folder: Path) -> bytes | None:
         return self.request(named(folder))
 
-    def vouches(self, *errands: int) -> bool:
+    def vouches(self, *worker_jobs: int) -> bool:
         """Whether all of these stores, which have just ended, count."""
-        held = [errand for errand in errands if self.adapters.holds(errand, Report(1))]
+        held = [
+            worker_job for worker_job in worker_jobs if self.adapters.holds(worker_job, Report(1))
+        ]
         stored = list[tuple[int, Report, bool]]()
         while len(stored) < len(held):
             stored += self.adapters.take_stored()
-        assert [errand for errand, _, _ in stored] == held
+        assert [worker_job for worker_job, _, _ in stored] == held
         return all(vouched for _, _, vouched in stored)
 
 
@@ -107,13 +109,13 @@ def test_what_was_being_stored_when_an_adapter_changed_is_not_vouched_for(
 ) -> None:
     folder = adapter(tmp_path / "a", 1)
     assert engine.request(named(folder), "request")
-    for errand in (1, 2):
-        engine.adapters.stores("request", errand)
+    for worker_job in (1, 2):
+        engine.adapters.stores("request", worker_job)
     engine.adapters.ended("request")
     engine.adapters.stores("request", 3)
     assert engine.vouches(1)
     change(folder)
-    assert [engine.vouches(errand) for errand in (1, 2, 3)] == [True, False, True]
+    assert [engine.vouches(worker_job) for worker_job in (1, 2, 3)] == [True, False, True]
 
 
 class Files:
@@ -142,17 +144,18 @@ def test_an_adapter_is_looked_at_once_for_all_that_was_stored_in_a_step(
     engine: Engine, files: Files, tmp_path: Path
 ) -> None:
     one, other = (adapter(tmp_path / each, ord(each)) for each in "ab")
-    for errand in range(32):
+    for worker_job in range(32):
         engine.request(
-            named(one) if errand % 2 else named(other, number=2), name := f"request-{errand}"
+            named(one) if worker_job % 2 else named(other, number=2),
+            name := f"request-{worker_job}",
         )
-        engine.adapters.stores(name, errand)
+        engine.adapters.stores(name, worker_job)
     files.looks.clear()
     files.gate.clear()
     files.reached.clear()
     engine.adapters.arrived("later", named(one))
     assert files.reached.wait(60.0)  # the others are asked for while this one is under way
-    held = [errand for errand in range(64) if engine.adapters.holds(errand, Report(1))]
+    held = [worker_job for worker_job in range(64) if engine.adapters.holds(worker_job, Report(1))]
     assert held == list(range(32))
     assert engine.adapters.take_stored() == []
     files.gate.set()
@@ -162,7 +165,7 @@ def test_an_adapter_is_looked_at_once_for_all_that_was_stored_in_a_step(
     assert all(vouched for _, _, vouched in stored)
     assert sorted(files.looks) == [one, one, other]
     assert engine.vouches(*range(64))
-    assert len(files.looks) == 3, "none has an errand any more"
+    assert len(files.looks) == 3, "none has a worker job any more"
 
 
 def test_nobody_knows_which_of_two_adapters_of_one_number_is_meant(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def test_loads_from_cpu_memory_have_their_place_on_the_link(stack: Stack) -> Non
     ends = asking.keys(4)
     stored(stack, ends)
     before = costs.load_seconds(DEVICE, 0)
-    errand = asking.manager.prepare_load(list(ends), "a")
-    size = sum(stack.namespace.payload_of(key) for key in errand.keys)
+    worker_job = asking.manager.prepare_load(list(ends), "a")
+    size = sum(stack.namespace.payload_of(key) for key in worker_job.keys)
     assert len(costs._link(DEVICE).in_flight) == 1
     moving = costs.load_seconds(DEVICE, size) - costs.load_seconds(DEVICE, 0)
     assert costs.load_seconds(DEVICE, 0) == pytest.approx(before + moving, rel=0.3)
@@ -97,11 +97,11 @@ def test_what_is_loaded_before_memory_is_pinned_says_nothing_of_the_link(stack: 
     asking = manager(stack, FULL, costs=costs, clock=costs._clock)
     ends = asking.keys(4)
     stored(stack, ends)
-    errand = asking.manager.prepare_load(list(ends), "a")
+    worker_job = asking.manager.prepare_load(list(ends), "a")
     before = costs._device.line.at(1 << 20)
     one = Report(1, bytes_moved=1 << 20, busy_seconds=9.0, pinned=False)
     pinned = Report(0, bytes_moved=0)
-    assert asking.manager.report(errand.number, one.merge(pinned)) is None
+    assert asking.manager.report(worker_job.number, one.merge(pinned)) is None
     told = costs.stats()
     assert (told[PAGEABLE].samples, told[DEVICE].samples) == (1, 1)
     costs.observe_memory(True)
@@ -118,7 +118,7 @@ def test_stores_tell_of_memory_that_is_not_pinned_before_the_first_load_is_decid
     asking.manager.on_new_request("a")
     fast = costs.load_seconds(DEVICE, 1 << 30)
     for count, pinned in ((1, False), (2, True)):
-        _, errand = asking.manager.prepare_store(list(ends)[count - 1 : count], "a")
-        asking.manager.report(errand.number, Report(1, pinned=pinned))
+        _, worker_job = asking.manager.prepare_store(list(ends)[count - 1 : count], "a")
+        asking.manager.report(worker_job.number, Report(1, pinned=pinned))
         seconds = costs.load_seconds(DEVICE, 1 << 30)
         assert seconds == fast if pinned else seconds > 2 * fast

@@ -32,7 +32,7 @@ from kvtier.cost.rates import GRACE_S
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.deferrals import LoadDeadlines
-from kvtier.vllm.protocol import Errand, Report
+from kvtier.vllm.protocol import Report, WorkerJob
 
 
 class Gate:
@@ -83,31 +83,31 @@ class Desk(Asking):
         on_disk(self.stack, ends)
         return ends
 
-    def load(self, request: str, ends: dict[bytes, int]) -> Errand:
+    def load(self, request: str, ends: dict[bytes, int]) -> WorkerJob:
         tokens = max(ends.values())
         windowed = any(shape.window for shape in self.manager.shapes.values())
         assert self.hit(request, ends, tokens + windowed) == tokens
-        errand = self.manager.prepare_load(self.needed(ends), request)
+        worker_job = self.manager.prepare_load(self.needed(ends), request)
         self.manager.scheduled(request)
-        return errand
+        return worker_job
 
-    def late(self, request: str, ends: dict[bytes, int]) -> Errand:
-        errand = self.load(request, ends)
+    def late(self, request: str, ends: dict[bytes, int]) -> WorkerJob:
+        worker_job = self.load(request, ends)
         self.clock.now += 1.0
-        assert self.step() == errand.number
-        return errand
+        assert self.step() == worker_job.number
+        return worker_job
 
     def step(self, tokens: int = 0) -> int | None:
         self.manager.on_schedule_end()
         self.manager.step_began(tokens, 0)
         return self.manager.give_up()
 
-    def end(self, errand: Errand, *failures: Outcome) -> str | None:
+    def end(self, worker_job: WorkerJob, *failures: Outcome) -> str | None:
         report = Report(1, dict(enumerate(failures)), reads_files=False)
-        return self.manager.report(errand.number, report)
+        return self.manager.report(worker_job.number, report)
 
-    def lose(self, errand: Errand) -> str | None:
-        return self.end(errand, *[Outcome.CANCELLED] * len(errand.keys))
+    def lose(self, worker_job: WorkerJob) -> str | None:
+        return self.end(worker_job, *[Outcome.CANCELLED] * len(worker_job.keys))
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_load_is_given_up_when_it_has_taken_longer_than_computing(
     desk = opened(*shapes)
     managed, ends = desk.manager, desk.on_disk(4)
     gate.open.clear()
-    errand = desk.load("a", ends)
+    worker_job = desk.load("a", ends)
     computing = 4 * CHUNK / 1000
     desk.clock.now += computing + GRACE_S - 0.01
     assert desk.step() is None
@@ -142,9 +142,9 @@ def test_a_load_is_given_up_when_it_has_taken_longer_than_computing(
     managed.on_new_request("waiting")
     assert desk.step() is None, "somebody else waits for it"
     managed.on_request_finished("waiting")
-    assert desk.step() == errand.number
+    assert desk.step() == worker_job.number
     assert desk.step() is None, "once"
-    assert desk.lose(errand) == "a"
+    assert desk.lose(worker_job) == "a"
     assert (managed.late_loads, managed.failed_loads) == (1, 0)
     looked_for = desk.stack.chain.chain_stats().misses
     assert desk.hit("a", ends, 4 * CHUNK + 1) == 0, "nothing has come"
@@ -160,14 +160,14 @@ def test_what_has_come_by_then_is_taken(opened: Callable[..., Desk], gate: Gate)
     desk = opened(FULL)
     managed = desk.manager
     first = desk.on_disk(2)
-    errand = desk.load("first", first)
+    worker_job = desk.load("first", first)
     assert desk.stack.settle()
-    desk.end(errand)
+    desk.end(worker_job)
     gate.passing.update(gate.places)
     desk.stack.chain.tiers[0].forget([BlockKey(key) for key in first])
     ends = first | {key: end + 2 * CHUNK for key, end in desk.on_disk(2, first=50).items()}
     gate.open.clear()
-    errand = desk.load("a", ends)
+    worker_job = desk.load("a", ends)
     host = desk.stack.chain.tiers[0]
     keys = [BlockKey(key) for key in ends]
     while list(host.arrived(keys)) != keys[:2]:
@@ -175,14 +175,14 @@ def test_what_has_come_by_then_is_taken(opened: Callable[..., Desk], gate: Gate)
     assert managed.costs is not None
     managed.costs._link("nvme").next_probe = float("inf")
     desk.clock.now += 2.0
-    assert desk.step() == errand.number
-    assert desk.lose(errand) == "a"
+    assert desk.step() == worker_job.number
+    assert desk.lose(worker_job) == "a"
     assert desk.hit("a", ends, 4 * CHUNK) == 2 * CHUNK
-    errand = managed.prepare_load(list(first), "a")
+    worker_job = managed.prepare_load(list(first), "a")
     desk.clock.now += 2.0
     number = desk.step()
-    assert number in (None, errand.number), "its move is still late, though all of it has come"
-    assert desk.end(errand) is None
+    assert number in (None, worker_job.number), "its move is still late, though all of it has come"
+    assert desk.end(worker_job) is None
     gate.open.set()
     assert desk.stack.settle()
     assert managed.late_loads == 1
@@ -193,12 +193,12 @@ def test_one_is_given_up_at_a_time(opened: Callable[..., Desk], gate: Gate) -> N
     desk = opened(FULL)
     prompts = [desk.on_disk(2, first=10 * at) for at in range(3)]
     gate.open.clear()
-    errands = [desk.load(str(at), ends) for at, ends in enumerate(prompts)]
+    worker_jobs = [desk.load(str(at), ends) for at, ends in enumerate(prompts)]
     desk.clock.now += 1.0
-    for at, errand in enumerate(errands):
-        assert desk.step() == errand.number
+    for at, worker_job in enumerate(worker_jobs):
+        assert desk.step() == worker_job.number
         assert desk.step() is None, "it will be computed first"
-        assert desk.lose(errand) == str(at)
+        assert desk.lose(worker_job) == str(at)
     assert desk.step() is None
     assert desk.manager.late_loads == 3
 
@@ -228,8 +228,8 @@ def test_one_that_fails_when_it_is_given_up_has_failed(
     desk = opened(FULL)
     managed, ends = desk.manager, desk.on_disk(2)
     gate.open.clear()
-    errand = desk.late("a", ends)
-    assert desk.end(errand, Outcome.IO_ERROR, Outcome.CANCELLED)
+    worker_job = desk.late("a", ends)
+    assert desk.end(worker_job, Outcome.IO_ERROR, Outcome.CANCELLED)
     assert (managed.late_loads, managed.failed_loads) == (0, 1)
     gate.open.set()
     assert desk.stack.settle()
@@ -251,10 +251,10 @@ def test_one_that_ends_well_after_all_is_not_late(opened: Callable[..., Desk], g
     desk = opened(FULL)
     managed, ends = desk.manager, desk.on_disk(2)
     gate.open.clear()
-    errand = desk.late("a", ends)
+    worker_job = desk.late("a", ends)
     gate.open.set()
     assert desk.stack.settle()
-    assert desk.end(errand) is None
+    assert desk.end(worker_job) is None
     assert (managed.late_loads, managed.failed_loads) == (0, 0)
     gate.open.clear()
     desk.late("b", desk.on_disk(2, first=50))  # the next may be given up again
@@ -264,10 +264,10 @@ def test_loads_from_host_memory_are_never_given_up(opened: Callable[..., Desk]) 
     desk = opened(FULL)
     ends = desk.keys(4)
     stored(desk.stack, ends)
-    errand = desk.load("a", ends)
+    worker_job = desk.load("a", ends)
     desk.clock.now += 100.0
     assert desk.step() is None
-    assert desk.end(errand) is None
+    assert desk.end(worker_job) is None
 
 
 def test_only_what_comes_from_below_counts(opened: Callable[..., Desk], gate: Gate) -> None:
@@ -278,10 +278,10 @@ def test_only_what_comes_from_below_counts(opened: Callable[..., Desk], gate: Ga
     assert desk.stack.settle()
     desk.stack.chain.tiers[0].forget([BlockKey(key) for key in list(ends)[6:7]])
     gate.open.clear()
-    errand = desk.load("a", ends)
+    worker_job = desk.load("a", ends)
     desk.clock.now += 2 * CHUNK / 1000 + GRACE_S + 0.01
-    assert desk.step() == errand.number
-    assert desk.lose(errand) == "a"
+    assert desk.step() == worker_job.number
+    assert desk.lose(worker_job) == "a"
     assert desk.hit("a", ends, 8 * CHUNK) == 6 * CHUNK
 
 
@@ -292,17 +292,17 @@ def test_reads_of_files_that_are_given_up_tell_how_slow_these_are(
     managed, prompts = desk.manager, [desk.on_disk(4, first=10 * at) for at in range(2)]
     disk = desk.stack.chain.tiers[1]
     desk.stack.chain.read_directly(True)
-    errand = desk.load("quick", desk.on_disk(4, first=50))
-    failures = dict.fromkeys(errand.files, Outcome.CANCELLED)
-    managed.report(errand.number, Report(1, failures, read_seconds=1e-6))
+    worker_job = desk.load("quick", desk.on_disk(4, first=50))
+    failures = dict.fromkeys(worker_job.files, Outcome.CANCELLED)
+    managed.report(worker_job.number, Report(1, failures, read_seconds=1e-6))
     assert managed.costs is not None
     assert managed.costs.stats()["nvme direct"].samples == 0, "it says nothing of how fast they are"
-    errand = desk.load("a", prompts[0])
-    assert sorted(errand.files) == [0, 1, 2, 3]
+    worker_job = desk.load("a", prompts[0])
+    assert sorted(worker_job.files) == [0, 1, 2, 3]
     desk.clock.now += 2.0
-    assert desk.step() == errand.number
-    failures = dict.fromkeys(errand.files, Outcome.CANCELLED)
-    assert managed.report(errand.number, Report(1, failures, read_seconds=2.0)) == "a"
+    assert desk.step() == worker_job.number
+    failures = dict.fromkeys(worker_job.files, Outcome.CANCELLED)
+    assert managed.report(worker_job.number, Report(1, failures, read_seconds=2.0)) == "a"
     assert managed.late_loads == 1
     assert disk.stats().pinned == 0
     assert desk.hit("b", prompts[1], 4 * CHUNK) == 0, "it would take longer than computing"

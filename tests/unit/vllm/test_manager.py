@@ -52,9 +52,9 @@ def test_what_is_loaded_is_what_was_answered(stack: Stack) -> None:
     suffix = bytes(GROUP_BYTES)
     full = [key for key in ends if key.endswith(suffix)][:4]
     window = [key for key in ends if not key.endswith(suffix)][2:4]
-    errand = asking.manager.prepare_load([*full, *window], "a")
-    assert NO_SLOT not in errand.slots
-    assert asking.manager.report(errand.number, Report(1)) is None
+    worker_job = asking.manager.prepare_load([*full, *window], "a")
+    assert NO_SLOT not in worker_job.slots
+    assert asking.manager.report(worker_job.number, Report(1)) is None
     assert not asking.manager.has_pending_work
 
 
@@ -64,9 +64,9 @@ def test_a_request_whose_load_failed_is_offered_nothing(stack: Stack) -> None:
     stored(stack, ends)
     asking.manager.on_new_request("a")
     assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
-    errand = asking.manager.prepare_load(list(ends), "a")
+    worker_job = asking.manager.prepare_load(list(ends), "a")
     failures = {1: Outcome.CORRUPT, 2: Outcome.CANCELLED, 3: Outcome.CORRUPT}
-    assert asking.manager.report(errand.number, Report(1, failures)) == "a"
+    assert asking.manager.report(worker_job.number, Report(1, failures)) == "a"
     assert asking.hit("a", ends, 4 * CHUNK) == 0
     asking.manager.on_request_finished("a")
     assert asking.hit("b", ends, 4 * CHUNK) == CHUNK
@@ -219,9 +219,9 @@ def test_nothing_is_kept_of_a_request_that_was_there_before_a_reset(stack: Stack
     asking.manager.reset()
     asking.manager.on_new_request("after")
     for request, count in (("before", 0), ("after", 3)):
-        taken, errand = asking.manager.prepare_store(list(ends), request)
-        assert len(taken) == len(errand.slots) == count
-        asking.manager.report(errand.number, Report(1))
+        taken, worker_job = asking.manager.prepare_store(list(ends), request)
+        assert len(taken) == len(worker_job.slots) == count
+        asking.manager.report(worker_job.number, Report(1))
     assert asking.hit("before", ends, 3 * CHUNK) == 3 * CHUNK, "it may load what is there since"
     assert not asking.manager.has_pending_work
 
@@ -232,10 +232,10 @@ def test_who_pauses_keeps_all_but_what_is_being_stored(stack: Stack) -> None:
     ends = asking.keys(5)
     stored(stack, dict(list(ends.items())[:3]))
     asking.manager.on_new_request("before")
-    taken, errand = asking.manager.prepare_store(list(ends), "before")
+    taken, worker_job = asking.manager.prepare_store(list(ends), "before")
     assert len(taken) == 2
     asking.manager.reset(keep=True)
-    asking.manager.report(errand.number, Report(1))
+    asking.manager.report(worker_job.number, Report(1))
     assert asking.hit("after", ends, 5 * CHUNK) == 3 * CHUNK
 
 
@@ -245,8 +245,8 @@ def test_nothing_is_kept_of_a_request_whose_keys_do_not_tell_enough(stack: Stack
     for request, found in (("unknown", 0), ("known", 3 * CHUNK)):
         asking.manager.on_new_request(request, None if request == "unknown" else b"")
         assert asking.hit(request, ends, 3 * CHUNK) == 0
-        taken, errand = asking.manager.prepare_store(list(ends), request)
-        asking.manager.report(errand.number, Report(1))
+        taken, worker_job = asking.manager.prepare_store(list(ends), request)
+        asking.manager.report(worker_job.number, Report(1))
         assert len(taken) * CHUNK == found
         assert not asking.manager.has_pending_work
         asking.manager.on_request_finished(request)
@@ -260,9 +260,9 @@ def test_of_a_request_that_has_failed_nothing_more_is_kept(stack: Stack) -> None
     ends = list(asking.keys(2))
     asking.manager.on_new_request("failing")
     for keys, kept in ((ends[:1], 1), (ends[1:], 0)):
-        taken, errand = asking.manager.prepare_store(keys, "failing")
+        taken, worker_job = asking.manager.prepare_store(keys, "failing")
         assert len(taken) == kept
-        asking.manager.report(errand.number, Report(1))
+        asking.manager.report(worker_job.number, Report(1))
         asking.manager.keep_no_more("failing")
     assert not asking.manager.has_pending_work
 

@@ -202,12 +202,12 @@ def test_what_is_being_stored_here_has_not_come_yet(disk: Stack) -> None:
     engine = Answering(disk, (FULL,))
     ends = engine.asking.keys(8)
     engine.made.on_new_request("first")
-    taken, errand = engine.made.prepare_store(list(ends), "first")
+    taken, worker_job = engine.made.prepare_store(list(ends), "first")
     assert taken == list(ends)
     engine.comes("a")
     assert engine.waits("a", ends)
     assert engine.made.still_deferred("a", ends)
-    engine.made.report(errand.number, Report(ranks=1))
+    engine.made.report(worker_job.number, Report(ranks=1))
     assert not engine.waits("a", ends)
     assert engine.asking.hit("a", ends, TOKENS) == 8 * CHUNK
 

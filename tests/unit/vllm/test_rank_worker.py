@@ -14,14 +14,16 @@ from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.device.copier import Blocks, DeviceCopier, DeviceLayout
+from kvtier.device.copier import DeviceCopier
 from kvtier.device.cpu import CpuCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace, Outcome
-from kvtier.vllm.protocol import NO_SLOT, Errand, Geometry
-from kvtier.vllm.worker import Ended, RankWorker
+from kvtier.vllm.protocol import NO_SLOT, Geometry, WorkerJob
+from kvtier.vllm.worker import EndedJob, RankShare, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
 
@@ -46,20 +48,15 @@ class Rank:
         refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(layers)]
         self.worker = RankWorker(
             SimpleNamespace(tensors=tensors, group_data_refs=[refs] * groups),
-            blocks_per_chunk=per_chunk,
-            group_ids=list(range(groups)),
-            rank=rank,
-            ranks=RANKS,
-            alike=alike,
-            pipelined=pipelined,
+            RankShare(rank, RANKS, per_chunk, tuple(range(groups)), alike, pipelined),
             attach=Region.attach,
             open_copier=self._open,
         )
 
     def _open(self, layout: DeviceLayout, region: HostRegion, namespace: bytes) -> DeviceCopier:
-        return CpuCopier(layout, list(self.pages), region, namespace)
+        return CpuCopier(RankRecords(layout, region, namespace), list(self.pages))
 
-    def ended(self, job: int) -> Ended:
+    def ended(self, job: int) -> EndedJob:
         self.worker.wait([job])
         end = time.monotonic() + 60
         while not (found := self.worker.poll()):
@@ -96,29 +93,29 @@ def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[i
         ]
         written = []
         for rank in ranks:
-            random = np.random.default_rng(7 if alike else rank.worker._part)
+            random = np.random.default_rng(7 if alike else rank.worker._share.part)
             rank.pages[:, :CHUNKS] = random.integers(
-                0, 256, (layers[rank.worker._part], CHUNKS, PAGE), np.uint8
+                0, 256, (layers[rank.worker._share.part], CHUNKS, PAGE), np.uint8
             )
             written.append(rank.pages[:, :CHUNKS].copy())
 
-        taken, errand = manager.prepare_store(keys, "a")
+        taken, worker_job = manager.prepare_store(keys, "a")
         assert taken == keys
         for rank in ranks:
-            rank.worker.store(1, errand, Blocks(np.arange(CHUNKS), [CHUNKS], [0]))
+            rank.worker.store(1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
         for rank in ranks:
             ended = rank.ended(1)
             assert ended.report.ranks == 1, "the last one only tells that all have written"
-            manager.report(errand.number, ended.report)
+            manager.report(worker_job.number, ended.report)
         assert not manager.has_pending_work
 
-        errand = manager.prepare_load(keys, "b")
+        worker_job = manager.prepare_load(keys, "b")
         for rank in ranks:
-            rank.worker.load(2, errand, Blocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+            rank.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
         for rank, expected in zip(ranks, written, strict=True):
             ended = rank.ended(2)
             assert ended.ok
-            manager.report(errand.number, ended.report)
+            manager.report(worker_job.number, ended.report)
             assert (rank.pages[:, CHUNKS : 2 * CHUNKS] == expected).all()
         assert not manager.has_pending_work
         for rank in ranks:
@@ -132,8 +129,8 @@ def test_a_rank_that_does_not_fit_keeps_nothing(
     """The engine goes on: each store fails, and is told."""
     rank = Rank(0, layers=layers, pipelined=pipelined)
     geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
-    errand = Errand(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
-    rank.worker.store(1, errand, Blocks(np.arange(2), [2], [0]))
+    worker_job = WorkerJob(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
+    rank.worker.store(1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
     (ended,) = rank.worker.poll()
     assert not ended.ok
     assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
@@ -151,14 +148,14 @@ def test_a_device_that_cannot_be_used_is_told_once(
 
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
-        _, errand = manager.prepare_store(list(make_keys(2)), "a")
+        _, worker_job = manager.prepare_store(list(make_keys(2)), "a")
         rank = Rank(0, alike=True)
         rank.worker._open_copier = refused
         for job in range(2):
-            rank.worker.store(job, errand, Blocks(np.arange(2), [2], [0]))
+            rank.worker.store(job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
         for ended in rank.worker.poll():
             assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
-        manager.report(errand.number, ended.report)
+        manager.report(worker_job.number, ended.report)
         rank.worker.close()
     assert caplog.text.count("a store of 2 blocks failed: torch has loaded no CUDA runtime") == 1
 
@@ -186,13 +183,13 @@ def test_chunks_with_holes_are_not_stored(
     keys = [*make_keys(1), *make_keys(1, start=1, group=group)]
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
-        taken, errand = manager.prepare_store(keys, "a")
+        taken, worker_job = manager.prepare_store(keys, "a")
         assert len(taken) == 2
-        rank.worker.store(1, errand, Blocks(np.arange(sum(sizes)), sizes, starts))
+        rank.worker.store(1, worker_job, DeviceBlocks(np.arange(sum(sizes)), sizes, starts))
         ended = rank.ended(1)
-        assert (ended.number, ended.ok, ended.report.ranks) == (errand.number, stored, 1)
+        assert (ended.number, ended.ok, ended.report.ranks) == (worker_job.number, stored, 1)
         assert set(ended.report.failures) == (set() if stored else {0, 1})
-        manager.report(errand.number, ended.report)
+        manager.report(worker_job.number, ended.report)
         assert not manager.has_pending_work
         rank.worker.close()
 
@@ -200,15 +197,15 @@ def test_chunks_with_holes_are_not_stored(
 def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
     rank = Rank(0)
     geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
-    errand = Errand(5, "/nowhere", geometry, list(make_keys(2)), [0, NO_SLOT], 0.0)
-    rank.worker.load(1, errand, Blocks(np.arange(2), [2], [0]))
+    worker_job = WorkerJob(5, "/nowhere", geometry, list(make_keys(2)), [0, NO_SLOT], 0.0)
+    rank.worker.load(1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
     (ended,) = rank.worker.poll()
     assert not ended.ok
     assert ended.report.failures == dict.fromkeys(range(2), Outcome.DROPPED)
     assert not ended.report.reads_files, "nobody knows yet"
 
 
-def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
+def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
     """And what was still to be told of the last one is told."""
     namespace = Namespace(facts={"model": "none"}, group_bytes=(LAYERS * PAGE,))
     rank, keys, copiers = Rank(0, alike=True), list(make_keys(CHUNKS)), []
@@ -220,24 +217,24 @@ def test_each_errand_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
             AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
             for stack in (one, other)
         ]
-        errands = []
+        worker_jobs = []
         for job, manager in enumerate([*managers, managers[1]]):
             rank.pages[:, :CHUNKS] = job + 1
             wanted = keys[:2] if job < 2 else keys[2:]
-            _, errand = manager.prepare_store(wanted, "a")
-            rank.worker.store(job, errand, Blocks(np.arange(2), [2], [0]))
+            _, worker_job = manager.prepare_store(wanted, "a")
+            rank.worker.store(job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
             rank.worker.wait([job])
-            errands.append(errand.number)
+            worker_jobs.append(worker_job.number)
             copiers.append(rank.worker._copier)
         ended = {each.job_id: each for each in rank.worker.poll()}
-        assert [ended[job].number for job in range(3)] == errands
+        assert [ended[job].number for job in range(3)] == worker_jobs
         for job, manager in enumerate([*managers, managers[1]]):
             assert ended[job].ok
-            manager.report(errands[job], ended[job].report)
+            manager.report(worker_jobs[job], ended[job].report)
         assert copiers[0] is not copiers[1] is copiers[2]
         for job, manager in enumerate(managers):
-            errand = manager.prepare_load(keys[:2], "b")
-            rank.worker.load(9, errand, Blocks(np.arange(2) + 4, [2], [0]))
+            worker_job = manager.prepare_load(keys[:2], "b")
+            rank.worker.load(9, worker_job, DeviceBlocks(np.arange(2) + 4, [2], [0]))
             assert rank.ended(9).ok
             assert (rank.pages[:, 4:6] == job + 1).all()
         rank.worker.close()
@@ -278,7 +275,7 @@ class Counted:
         return False
 
 
-def test_a_region_is_opened_before_the_engine_serves_and_not_anew_by_the_first_errand(
+def test_a_region_is_opened_before_the_engine_serves_and_not_anew_by_the_first_worker_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = RANKS * LAYERS * PAGE
@@ -289,16 +286,16 @@ def test_a_region_is_opened_before_the_engine_serves_and_not_anew_by_the_first_e
         counted = Counted(path, size)
         assert (counted.opened, counted.ready) == (1, 1)
         assert "before its copies are as fast" in caplog.text
-        assert counted.rank.worker._pinning.least_slots == 3
-        _, errand = manager.prepare_store(list(make_keys(1)), "a")
-        counted.rank.worker.store(1, errand, Blocks(np.arange(1), [1], [0]))
+        assert counted.rank.worker._least_slots == 3
+        _, worker_job = manager.prepare_store(list(make_keys(1)), "a")
+        counted.rank.worker.store(1, worker_job, DeviceBlocks(np.arange(1), [1], [0]))
         assert counted.rank.ended(1).ok
         assert counted.opened == 1
         counted.rank.worker.close()
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_region_that_cannot_be_opened_beforehand_is_left_to_the_first_errand(
+def test_a_region_that_cannot_be_opened_beforehand_is_left_to_the_first_worker_job(
     tmp_path: Path, there: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine starts; as behind another connector that vLLM asks first."""

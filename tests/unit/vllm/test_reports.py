@@ -47,14 +47,14 @@ def test_what_is_stored_is_there_when_every_rank_has_said_so(stack: Stack) -> No
     asking = ranks(stack, 3)
     managed, ends = asking.manager, asking.keys(3)
     managed.on_new_request("a")
-    taken, errand = managed.prepare_store(list(ends), "a")
+    taken, worker_job = managed.prepare_store(list(ends), "a")
     assert taken == list(ends)
     for report in (Report(1), Report(1, {1: Outcome.IO_ERROR})):
-        assert managed.report(errand.number, report) is None
+        assert managed.report(worker_job.number, report) is None
         assert managed.copying
         assert managed.has_pending_work
         assert asking.hit("b", ends, 3 * CHUNK) == 0
-    assert managed.report(errand.number, Report(1)) is None
+    assert managed.report(worker_job.number, Report(1)) is None
     assert not managed.copying
     assert managed.failed_stores == 1
     assert asking.hit("c", ends, 3 * CHUNK) == CHUNK, "the second could not be stored by one of all"
@@ -69,19 +69,21 @@ def test_a_load_ends_when_every_rank_has_said_so(
     managed.on_new_request("a")
     for number in range(2):
         assert asking.hit("a", ends, 3 * CHUNK) == 3 * CHUNK, "and again, after one that went well"
-        errand = managed.prepare_load(list(ends), "a")
-        assert managed.report(errand.number, Report(1)) is None
+        worker_job = managed.prepare_load(list(ends), "a")
+        assert managed.report(worker_job.number, Report(1)) is None
         assert managed.copying
         assert stack.chain.tiers[0].stats().pinned == 3
         failures = {0: Outcome.CORRUPT} if number else {}
         with caplog.at_level(logging.WARNING):
-            said = managed.report(errand.number, Report(1, failures))
+            said = managed.report(worker_job.number, Report(1, failures))
         assert said == ("a" if number else None)
         assert managed.failed_loads == number
         assert ("3 blocks for request a failed (corrupt)" in caplog.text) is bool(number)
         assert not managed.copying
         assert stack.chain.tiers[0].stats().pinned == 0
-    assert managed.report(errand.number, Report(2, {0: Outcome.CORRUPT})) is None, "it has ended"
+    assert managed.report(worker_job.number, Report(2, {0: Outcome.CORRUPT})) is None, (
+        "it has ended"
+    )
     assert managed.failed_loads == 1
 
 
@@ -91,10 +93,10 @@ def test_a_load_may_fail_after_its_request_has_ended(stack: Stack) -> None:
     stored(stack, ends)
     managed.on_new_request("a")
     assert asking.hit("a", ends, 3 * CHUNK) == 3 * CHUNK
-    errand = managed.prepare_load(list(ends), "a")
+    worker_job = managed.prepare_load(list(ends), "a")
     managed.on_request_finished("a")
     assert not managed.idle
-    assert managed.report(errand.number, Report(1, {0: Outcome.GONE})) == "a"
+    assert managed.report(worker_job.number, Report(1, {0: Outcome.GONE})) == "a"
     assert managed.idle
 
 
@@ -122,8 +124,8 @@ def test_steps_are_needed_until_the_tiers_below_have_what_was_stored(two_tiers: 
     asking = manager(two_tiers, FULL)
     managed, ends = asking.manager, asking.keys(3)
     managed.on_new_request("a")
-    _, errand = managed.prepare_store(list(ends), "a")
-    managed.report(errand.number, Report(1))
+    _, worker_job = managed.prepare_store(list(ends), "a")
+    managed.report(worker_job.number, Report(1))
     managed.on_request_finished("a")
     assert not managed.copying
     assert managed.has_pending_work
@@ -140,10 +142,10 @@ def test_a_load_has_as_long_as_its_slowest_tier(two_tiers: Stack) -> None:
     ends = asking.keys(2)
     stored(two_tiers, ends)
     assert asking.hit("a", ends, 2 * CHUNK) == 2 * CHUNK
-    errand = managed.prepare_load(list(ends), "a")
+    worker_job = managed.prepare_load(list(ends), "a")
     longest = max(tier.load_deadline.seconds for tier in two_tiers.config.tiers)
-    assert errand.deadline == 100.0 + longest
-    managed.report(errand.number, Report(1))
+    assert worker_job.deadline == 100.0 + longest
+    managed.report(worker_job.number, Report(1))
 
 
 def test_it_is_known_where_each_block_comes_from(two_tiers: Stack) -> None:
@@ -156,12 +158,12 @@ def test_it_is_known_where_each_block_comes_from(two_tiers: Stack) -> None:
     for directly in (False, True):
         two_tiers.chain.read_directly(directly)
         assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
-        errand = managed.prepare_load(keys, "a")
+        worker_job = managed.prepare_load(keys, "a")
         assert [managed.source_of(key, "a") for key in keys] == [0, 1, 1, 0]
-        assert sorted(errand.files) == ([1, 2] if directly else [])
-        assert [slot == NO_SLOT for slot in errand.slots] == [False, directly, directly, False]
+        assert sorted(worker_job.files) == ([1, 2] if directly else [])
+        assert [slot == NO_SLOT for slot in worker_job.slots] == [False, directly, directly, False]
         assert two_tiers.settle()
-        managed.report(errand.number, Report(1))
+        managed.report(worker_job.number, Report(1))
         two_tiers.chain.tiers[0].forget([BlockKey(key) for key in keys[1:3]])
 
 
@@ -172,13 +174,13 @@ def test_ranks_that_read_files_are_given_files(two_tiers: Stack, able: bool) -> 
     managed, ends = asking.manager, asking.keys(4)
     managed.on_new_request("a")
     for report, keys in ((Report(1, reads_files=not able), 2), (Report(1, reads_files=able), 4)):
-        _, errand = managed.prepare_store(list(ends)[:keys], "a")
-        managed.report(errand.number, report)
+        _, worker_job = managed.prepare_store(list(ends)[:keys], "a")
+        managed.report(worker_job.number, report)
     assert two_tiers.settle()
     two_tiers.chain.tiers[0].clear()
     assert asking.hit("b", ends, 2 * CHUNK) == 2 * CHUNK
-    errand = managed.prepare_load(list(ends)[:2], "b")
-    assert bool(errand.files) is able
+    worker_job = managed.prepare_load(list(ends)[:2], "b")
+    assert bool(worker_job.files) is able
     assert two_tiers.settle()
 
 
@@ -246,18 +248,18 @@ def test_loads_tell_how_fast_the_way_from_host_memory_is(stack: Stack, count: in
     for _ in range(20):
         managed.on_new_request("a")
         assert asking.hit("a", ends, 4 * CHUNK) == 4 * CHUNK
-        errand = managed.prepare_load(list(ends), "a")
+        worker_job = managed.prepare_load(list(ends), "a")
         for _ in range(count):
-            managed.report(errand.number, Report(1, {}, 5 << 20, 0.5, 1 << 20, 9.0))
+            managed.report(worker_job.number, Report(1, {}, 5 << 20, 0.5, 1 << 20, 9.0))
         managed.on_request_finished("a")
     assert costs.load_seconds(DEVICE, 4 << 20) == pytest.approx(0.5, rel=0.05)
     assert costs.load_seconds(DEVICE, 8 << 20) == pytest.approx(1.0, rel=0.05)
     for _ in range(20):
         managed.on_new_request("b")
         assert asking.hit("b", ends, 4 * CHUNK) == 4 * CHUNK
-        errand = managed.prepare_load(list(ends), "b")
+        worker_job = managed.prepare_load(list(ends), "b")
         for _ in range(count):
-            managed.report(errand.number, Report(1, {0: Outcome.TIMEOUT}, 5 << 20, 90.0))
+            managed.report(worker_job.number, Report(1, {0: Outcome.TIMEOUT}, 5 << 20, 90.0))
         managed.on_request_finished("b")
     assert costs.load_seconds(DEVICE, 8 << 20) == pytest.approx(1.0, rel=0.05), "those failed"
 

@@ -103,13 +103,13 @@ def test_what_its_load_will_take_comes_while_it_waits(
     tokens = max(ends.values()) + 1
     assert asking.hit("a", ends, tokens) == 6 * CHUNK
     asking.manager.scheduled("a")
-    errand = asking.manager.prepare_load(asking.needed(ends), "a")
+    worker_job = asking.manager.prepare_load(asking.needed(ends), "a")
     asking.manager.on_schedule_end()
     assert asking.manager.source_of(next(iter(ends)), "a") == 0
     found = stack.chain.chain_stats().prefetch
     assert found.used == found.arrived == [0, needed]
     assert found.saved_seconds > 0
-    assert errand.number
+    assert worker_job.number
 
 
 def test_the_next_turn_is_prefetched_first(opened: Callable[..., Stack]) -> None:

@@ -67,7 +67,7 @@ def test_a_load_waits_for_room_that_others_hold(
             return found == {None}
 
         assert asking.hit("a", prompts["a"], sizes["a"] + 1) == sizes["a"]
-        errand = made.prepare_load(asking.needed(prompts["a"]), "a")
+        worker_job = made.prepare_load(asking.needed(prompts["a"]), "a")
         assert stack.settle(), "all has landed, and the worker still reads it"
         assert asks_again("b")
         now[0] = PATIENCE_S - 0.01
@@ -86,7 +86,7 @@ def test_a_load_waits_for_room_that_others_hold(
         assert asks_again("c") is not known, "what is under way is slow, and known to be"
         costs.ended("nvme", -1, False, 0.0)
         assert asks_again("d")
-        made.report(errand.number, Report(1))
+        made.report(worker_job.number, Report(1))
         assert not asks_again("d")
         assert asking.hit("d", prompts["d"], sizes["d"] + 1) == sizes["d"]
 
@@ -102,7 +102,7 @@ def test_those_who_wait_for_room_are_not_looked_up_in_each_step(
         prompts = {name: asking.keys(8, first=100 * at) for at, name in enumerate("abc")}
         on_disk(stack, *prompts.values())
         assert asking.hit("a", prompts["a"], 8 * CHUNK + 1) == 8 * CHUNK
-        errand = made.prepare_load(list(prompts["a"]), "a")
+        worker_job = made.prepare_load(list(prompts["a"]), "a")
         assert stack.settle(), "of 13 slots five are left"
         wanted = {"b": 8, "c": 4}
 
@@ -118,7 +118,7 @@ def test_those_who_wait_for_room_are_not_looked_up_in_each_step(
         asked = len(looks)
         assert still_wait() == still_wait() == ["b", "c"]
         assert len(looks) == asked
-        made.report(errand.number, Report(1))
+        made.report(worker_job.number, Report(1))
         assert still_wait() == [], "there is room for both"
         assert len(looks) == asked + 2
         made.on_schedule_end()
@@ -138,7 +138,7 @@ def test_those_who_wait_for_anothers_load_are_not_looked_up_in_each_step(
         shared = dict(list(longer.items())[:3])
         on_disk(stack, longer, other)
         assert asking.hit("a", shared, 3 * CHUNK + 1) == 3 * CHUNK
-        errand = made.prepare_load(list(shared), "a")
+        worker_job = made.prepare_load(list(shared), "a")
         assert stack.settle(), "of 13 slots ten are left"
         made.on_schedule_end()
         assert asking.hit("b", longer, 5 * CHUNK + 1) == 5 * CHUNK
@@ -157,7 +157,7 @@ def test_those_who_wait_for_anothers_load_are_not_looked_up_in_each_step(
         assert None in asking.answers("c", other, 6 * CHUNK + 1), "five of ten are for the first"
         assert not still_deferred(CHUNK), "the engine has computed a part of it for another"
         assert still_deferred()
-        made.report(errand.number, Report(1))
+        made.report(worker_job.number, Report(1))
         made.begin_lookup("b", 0, 5 * CHUNK + 1)
         assert not made.still_deferred("b", longer)
         made.on_schedule_end()
@@ -223,22 +223,22 @@ def test_nobody_waits_for_the_last_of_several_loads_if_the_first_makes_room(
         prompts = {name: asking.keys(4, first=100 * at) for at, name in enumerate("ab")}
         waiting = asking.keys(8, first=1000)
         on_disk(stack, waiting, *prompts.values())
-        errands = []
+        worker_jobs = []
         for name, ends in prompts.items():
             assert asking.hit(name, ends, 4 * CHUNK + 1) == 4 * CHUNK
-            errands.append(made.prepare_load(list(ends), name))
+            worker_jobs.append(made.prepare_load(list(ends), name))
         assert stack.settle()
         made.on_schedule_end()
         assert asking.answers("c", waiting, 8 * CHUNK + 1) == {None}
         made.on_schedule_end()
         made.begin_lookup("c", 0, 8 * CHUNK + 1)
         assert made.still_deferred("c", waiting)
-        made.report(errands[0].number, Report(1))
+        made.report(worker_jobs[0].number, Report(1))
         made.on_schedule_end()
         made.begin_lookup("c", 0, 8 * CHUNK + 1)
         assert not made.still_deferred("c", waiting)
         assert asking.hit("c", waiting, 8 * CHUNK + 1) == 8 * CHUNK
-        made.report(errands[1].number, Report(1))
+        made.report(worker_jobs[1].number, Report(1))
 
 
 def test_nobody_waits_on_for_room_that_no_load_holds_any_more(tmp_path: Path) -> None:
@@ -249,11 +249,11 @@ def test_nobody_waits_on_for_room_that_no_load_holds_any_more(tmp_path: Path) ->
         first, second = (asking.keys(8, first=at) for at in (0, 100))
         on_disk(stack, first, second)
         assert asking.hit("a", first, 8 * CHUNK + 1) == 8 * CHUNK
-        errand = made.prepare_load(list(first), "a")
+        worker_job = made.prepare_load(list(first), "a")
         assert stack.settle()
         made.on_schedule_end()
         assert asking.answers("b", second, 8 * CHUNK + 1) == {None}
-        made.report(errand.number, Report(1))
+        made.report(worker_job.number, Report(1))
         made.on_schedule_end()
         storing = [BlockKey(key) for key in asking.keys(12, first=200)]
         assert len(stack.chain.prepare_store(storing).keys) == 12

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.device.copier import DeviceLayout
 from kvtier.device.cpu import PageCopier, host_arrays
-from kvtier.device.proofs import Parts
+from kvtier.device.layout import DeviceLayout
+from kvtier.device.records import RecordParts
 from kvtier.record.record import part_sum
 
 pytestmark = pytest.mark.vllm
@@ -41,10 +41,10 @@ def said_by(program: str, folder: Path | None = None, *, interpreted: bool = Tru
 _KERNELS = """
 import numpy as np
 import torch
-from kvtier.record.record import part_sum, pieces_of, sum_of
-from kvtier.device.cuda import checksum_kernels, kernels
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.cuda import kernels
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.cuda.staging_buffers import references_of
+from kvtier.record.record import part_sum, pieces_of, sum_of
 
 rng = np.random.default_rng(0)
 pools = [rng.integers(0, 256, (24, size + pad), dtype=np.uint8)
@@ -79,7 +79,7 @@ for size in (*sizes, (4 << 20) + 1016):  # the last: a piece that is longer than
     data = rng.integers(0, 256, (2, size), dtype=np.uint8)
     totals = torch.zeros(kernels.totals_of(2, size), dtype=torch.int64)
     sums = torch.zeros(2 * pieces_of(size), dtype=torch.int64)
-    numbers = torch.from_numpy(checksum_kernels.constants())
+    numbers = torch.from_numpy(kernels.constants())
     words = torch.from_numpy(data).view(torch.int64)
     kernels.digest(words, numbers, totals, sums.data_ptr(), 2, size, 3)
     found = sums.numpy().view(np.uint64).reshape(2, -1).tolist()
@@ -99,12 +99,12 @@ import re
 import subprocess
 from pathlib import Path
 import torch
+from kvtier.device.cuda import kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from kvtier.device.cuda import kernels
 
 builds, together = {}, {"move_pages": 8, "add_blocks": 16}
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -183,9 +183,9 @@ def test_the_kernels_can_be_built_for_devices_that_are_not_here(tmp_path: Path) 
 _BUILT = """
 import threading
 import torch
+from kvtier.device.cuda import kernels
 import triton
 from triton.backends.compiler import GPUTarget
-from kvtier.device.cuda import kernels
 
 class Driver:
     def get_current_target(self):
@@ -230,11 +230,11 @@ from functools import partial
 from pathlib import Path
 from support.device import pretend_cuda
 import numpy as np
+from kvtier.device.cuda import device as cuda
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.pinned import PinPlan
 from support.tiers.cpu_regions import CONTEXT, NAMESPACE, opened
 from kvtier.backends.cpu import Region
-from kvtier.device.cuda import device as cuda
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.queue import Steps
 
 pages = np.zeros((16, 4096), np.uint8)
 tensor = DeviceTensor(pages.ctypes.data, 16, 4096, 4096)
@@ -249,17 +249,17 @@ with opened(Path(tempfile.mkdtemp())) as tier:
     copier = cuda.open_copier(
         layout,
         region,
-        region.data,
         NAMESPACE.digest,
         index=0,
-        order=region.pinning_order(),
-        least_slots=2,
-        steps=Steps(),
-        note=note,
-        watch=region.watch,
+        plan=PinPlan(
+            order=region.pinning_order(),
+            least_slots=2,
+            note=note,
+            watch=region.watch,
+        ),
     )
     assert copier.make_ready(600)
-    assert copier._loads.staged and copier._stores.staged
+    assert copier.staged
     assert copier.prepared.wait(600)
     print(pinned)
     copier.close()
@@ -277,9 +277,9 @@ import contextlib
 import ctypes
 from support.device import pretend_cuda
 import numpy as np
-import torch
 from kvtier.device.cuda import device as cuda, kernels, staging_buffers as staging
-from kvtier.device.copier import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+import torch
 
 inside, to = [], torch.Tensor.to
 
@@ -408,12 +408,12 @@ def test_torch_tensors_are_copied_in_place() -> None:
     assert layout.tensors[1].base == tensor.data_ptr() + 32
     copier = PageCopier(layout, host_arrays(caches))
     part = memoryview(bytearray(layout.part_bytes[0]))
-    copier.gather(0, [3, 9], 0, part)
+    copier.gather(0, [3, 9], part)
     found = np.frombuffer(part, np.int8)
     assert (found[:32] == before[3, :32].numpy()).all()
     assert (found[32:64] == before[9, :32].numpy()).all()
     assert (found[-24:] == before[9, 64:88].numpy()).all()
-    parts = Parts(np.frombuffer(part, np.uint8)[None], np.arange(1))
+    parts = RecordParts(np.frombuffer(part, np.uint8)[None], np.arange(1))
     copier.scatter(0, np.array([[12, 13]]), parts, np.array([part_sum(part)], np.uint64))
     assert (tensor[12, :88] == before[3, :88]).all()
     assert (tensor[13, :88] == before[9, :88]).all()

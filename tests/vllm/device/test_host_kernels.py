@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
 from kvtier.device import host_kernels
-from kvtier.device.copier import Blocks, DeviceLayout, DeviceTensor, Job, PageRef
+from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import _STRIP_BYTES as STRIP_BYTES
 from kvtier.device.cpu import CpuCopier, PageCopier
-from kvtier.device.proofs import Parts
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.records import RankRecords, RecordParts
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, PIECE_BYTES, TAIL_BYTES, Header, part_sum, seal
 from kvtier.slab import layout as table
@@ -71,17 +72,17 @@ def a_part(layout: DeviceLayout) -> npt.NDArray[np.uint8]:
     return part
 
 
-def in_slots(*parts: npt.NDArray[np.uint8]) -> Parts:
+def in_slots(*parts: npt.NDArray[np.uint8]) -> RecordParts:
     """Parts of slots whose distance is a multiple of a stripe."""
     room = np.zeros((len(parts), len(parts[0]) + 2 * STRIPE), np.uint8).ravel()
     at = -int(room.ctypes.data) % STRIPE
     width = len(parts[0]) // STRIPE * STRIPE + STRIPE
     rows = room[at : at + width * len(parts)].reshape(-1, width)[:, : len(parts[0])]
     rows[:] = parts
-    return Parts(rows, np.arange(len(parts)))
+    return RecordParts(rows, np.arange(len(parts)))
 
 
-def sums_of(parts: Parts) -> npt.NDArray[np.uint64]:
+def sums_of(parts: RecordParts) -> npt.NDArray[np.uint64]:
     return np.array([part_sum(part.tobytes()) for part in parts.of_slots], np.uint64)
 
 
@@ -112,8 +113,8 @@ def test_they_do_what_numpy_and_xxhash_do(kernels: host_kernels.Kernels, data: A
     assert loaded == scattered(plain.copier(None), places, part)
     assert loaded == part_sum(part.data)
     assert (mine.memory == plain.memory).all()
-    stored = mine.copier(kernels).gather(0, ids, 0, part.data)
-    assert stored == plain.copier(None).gather(0, ids, 0, expected.data)
+    stored = mine.copier(kernels).gather(0, ids, part.data)
+    assert stored == plain.copier(None).gather(0, ids, expected.data)
     assert (part == expected).all()
 
 
@@ -129,7 +130,7 @@ def test_what_does_not_lie_in_stripes_is_left_to_numpy(
     part, blocks = a_part(tensors.layout), np.array([1, 3])
     parts = in_slots(part)
     copies = host_kernels.OnePassCopies(kernels, tensors.layout, tensors.arrays)
-    assert copies.load(0, blocks[None], parts, sums_of(parts), proved_first=True) is None
+    assert copies.load(0, blocks[None], parts, sums_of(parts), verified_first=True) is None
     assert scattered(tensors.copier(kernels), blocks, part) == part_sum(part.data)
     assert (tensors.arrays[0][[1, 3]].ravel() == part[: 2 * pages[0]]).all()
 
@@ -140,8 +141,8 @@ def test_a_part_that_is_short_or_askew_is_not_for_them(kernels: host_kernels.Ker
     copies = host_kernels.OnePassCopies(kernels, tensors.layout, tensors.arrays)
     askew = np.zeros(len(part) + 1, np.uint8)[1:]
     for wrong in (part[:-STRIPE], askew):
-        slots, stated = Parts(wrong[None], np.arange(1)), np.zeros(1, np.uint64)
-        assert copies.load(0, blocks, slots, stated, proved_first=True) is None
+        slots, stated = RecordParts(wrong[None], np.arange(1)), np.zeros(1, np.uint64)
+        assert copies.load(0, blocks, slots, stated, verified_first=True) is None
         assert copies.store(0, [1, 3], wrong.data) is None
     assert copies.store(0, [1], part.data) is None, "a chunk with a hole"
 
@@ -175,7 +176,7 @@ def test_a_block_that_is_not_there_is_an_error(kernels: host_kernels.Kernels) ->
     tensors = Tensors([STRIPE * 4, TAIL_BYTES], 2)
     part = a_part(tensors.layout)
     with pytest.raises((IndexError, ValueError)):
-        tensors.copier(kernels).gather(0, [0, BLOCKS], 0, part.data)
+        tensors.copier(kernels).gather(0, [0, BLOCKS], part.data)
 
 
 @pytest.mark.parametrize("page", [4096, STRIP_BYTES], ids=["small", "large"])
@@ -190,11 +191,11 @@ def test_a_copier_loads_only_what_is_proved(page: int, at: int) -> None:
         seal(record, Header(key, NAMESPACE, 2 * page))
         host.put(slot, key, table.VALID)
     host.record(2)[at] ^= 1
-    copier = CpuCopier(tensors.layout, tensors.arrays, host, NAMESPACE, load_threads=1)
+    copier = CpuCopier(RankRecords(tensors.layout, host, NAMESPACE), tensors.arrays, load_threads=1)
     assert copier._pages._one_pass
-    blocks = Blocks(np.arange(8), [8], [0])
+    blocks = DeviceBlocks(np.arange(8), [8], [0])
     slots, kind = list(range(4)), TransferKind.LOAD
-    job = Job(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
+    job = CopyJob(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
     before = tensors.arrays[0].copy()
     copier.submit(job)
     copier.wait([1])

@@ -20,13 +20,13 @@ def test_all_of_it_is_there() -> None:
 def test_nothing_private_is_overridden_that_is_not_in_it() -> None:
     """Of the classes that ours derive from: by accident, say, in a version that has a new one."""
     from kvtier.vllm import KVTierConnector
-    from kvtier.vllm.hooks.worker import ErrandMetadata, FailureTolerantWorker
+    from kvtier.vllm.hooks.worker import FailureTolerantWorker, WorkerJobMetadata
     from kvtier.vllm.spec import KVTierSpec, VllmManager
 
     known = {name for each in TOUCH_POINTS for name in each.names}
     for ours in (
         *(KVTierConnector, KVTierSpec, VllmManager),
-        *(ErrandMetadata, FailureTolerantWorker),
+        *(WorkerJobMetadata, FailureTolerantWorker),
     ):
         theirs = {name for base in ours.__mro__[1:-1] for name in vars(base)}
         private = {each for each in vars(ours) if each.startswith("_") and each[1] != "_"}

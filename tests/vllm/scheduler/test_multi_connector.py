@@ -21,7 +21,7 @@ from kvtier.vllm.protocol import Report
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -> None:
     from kvtier.vllm import KVTierConnector
-    from kvtier.vllm.hooks.worker import ErrandMetadata
+    from kvtier.vllm.hooks.worker import WorkerJobMetadata
 
     adapters, distrusted = Adapters(), list[bool]()
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -34,10 +34,10 @@ def test_stores_of_adapters_are_forgotten_when_they_have_ended(tmp_path: Path) -
         chain_manager=SimpleNamespace(distrust_stores=lambda: distrusted.append(True)),
         report=lambda number, report: None if adapters.holds(number, report) else "",
     )
-    for errand, invalid in enumerate([set(), {3}]):
-        adapters.stores("a", errand)
+    for worker_job, invalid in enumerate([set(), {3}]):
+        adapters.stores("a", worker_job)
         output = SimpleNamespace(
-            kv_connector_worker_meta=ErrandMetadata(reports={errand: Report(1)}),
+            kv_connector_worker_meta=WorkerJobMetadata(reports={worker_job: Report(1)}),
             invalid_block_ids=invalid,
             finished_recving=None,
         )
@@ -78,8 +78,8 @@ def test_the_scheduler_waits_for_no_look_at_an_adapters_files(
         gate.set()
         step_while(partial(asked.awaits_adapter, "first"))
         gate.clear()
-        errand = asked.prepare_store(list(ends), context).store_spec.errand
-        asked.report(errand.number, Report(1))
+        worker_job = asked.prepare_store(list(ends), context).store_spec.worker_job
+        asked.report(worker_job.number, Report(1))
         asked.on_schedule_end()
         assert asked.copying(), "it does not count yet"
         gate.set()

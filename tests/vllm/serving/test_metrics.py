@@ -44,9 +44,9 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
         meter = Meter(manager, lambda: now[0])
         manager.on_new_request("a")
         assert meter.read() is not None
-        _, errand = manager.prepare_store(list(make_keys(4)), "a")
+        _, worker_job = manager.prepare_store(list(make_keys(4)), "a")
         meter.reported(Report(1))
-        manager.report(errand.number, Report(1))
+        manager.report(worker_job.number, Report(1))
         assert meter.read() is None, "too soon, while somebody asks"
         now[0] += 1
         assert "kvtier:stored_blocks" in str(told(meter.read()))
@@ -65,7 +65,7 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
     from kvtier.vllm import guard
-    from kvtier.vllm.hooks.worker import ErrandMetadata
+    from kvtier.vllm.hooks.worker import WorkerJobMetadata
     from kvtier.vllm.metrics import Meter
 
     @guard.guarded(lambda: "instead")
@@ -80,7 +80,7 @@ def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
         guard.untold()
         assert meter.read().reduce()["kvtier:internal_errors"] == 0
         for told, ranks in ((1, ()), (3, (2,)), (3, (0,)), (7, (1, 2))):
-            metas = [ErrandMetadata(mistakes=rank) for rank in ranks]
+            metas = [WorkerJobMetadata(mistakes=rank) for rank in ranks]
             for meta in metas[1:]:
                 metas[0] = metas[0].aggregate(meta)
             now[0] += 1

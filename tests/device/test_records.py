@@ -1,4 +1,4 @@
-"""What proves that a record is the right one, on its way between a device and host memory."""
+"""What verifies a record, and seals it, on its way between a device and host memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.device.copier import Busy, DeviceLayout, DeviceTensor, PageRef, Prover, header_fits
-from kvtier.device.proofs import LoadProofs
-from kvtier.device.queue import failed
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.queue import Busy
+from kvtier.device.records import RankRecords
 from kvtier.record.record import CODEC_RAW, Header, put_sum
 from kvtier.slab import layout as table
 from kvtier.types import Outcome, block_key
@@ -38,9 +38,8 @@ def host() -> MemoryHost:
 )
 def test_all_that_a_header_says_must_fit(host: MemoryHost, header: Header, fits: bool) -> None:
     header.write(host.record(0))
-    assert header_fits(LAYOUT, NAMESPACE, host.record(0), KEY, 0) is fits
     host.put(0, KEY, table.VALID)
-    records = LoadProofs(LAYOUT, host, NAMESPACE).look_at([0], [KEY], 0)
+    records = RankRecords(LAYOUT, host, NAMESPACE).find([0], [KEY], 0)
     assert records.fit.tolist() == [fits]
 
 
@@ -59,14 +58,11 @@ def test_all_that_a_header_says_must_fit(host: MemoryHost, header: Header, fits:
 def test_a_slot_that_was_given_up_or_to_others_has_changed(
     host: MemoryHost, state: int, generation: int, same: bool
 ) -> None:
-    prover = Prover(LAYOUT, host, NAMESPACE)
     host.put(0, KEY, table.VALID)
-    stamp = prover.stamp(0)
-    records = LoadProofs(LAYOUT, host, NAMESPACE).look_at([0], [KEY], 0)
+    found = RankRecords(LAYOUT, host, NAMESPACE).find([0], [KEY], 0)
     host.put(0, KEY, state, generation)
-    assert prover.unchanged(0, stamp) is same
     copied = np.array([True])
-    assert records.outcomes(copied, copied) == [Outcome.OK if same else Outcome.GONE]
+    assert found.outcomes(copied, copied) == [Outcome.OK if same else Outcome.GONE]
 
 
 def test_each_record_of_a_batch_is_looked_at_by_itself() -> None:
@@ -78,39 +74,35 @@ def test_each_record_of_a_batch_is_looked_at_by_itself() -> None:
         put_sum(host.record(slot), 1, slot)
         host.put(slot, key, table.VALID)
     host.put(3, short, table.FAILED)
-    proofs = LoadProofs(LAYOUT, host, NAMESPACE)
-    records = proofs.look_at([1, 0, 2, 3], [long, short, short, short], 0)
-    assert records.stated.tolist() == [1, 0, 2, 3]
-    assert records.fit.tolist() == [True, True, False, False]
-    right, copied = records.fit.copy(), np.array([True, False, False, False])
+    records = RankRecords(LAYOUT, host, NAMESPACE)
+    found = records.find([1, 0, 2, 3], [long, short, short, short], 0)
+    assert found.stated.tolist() == [1, 0, 2, 3]
+    assert found.fit.tolist() == [True, True, False, False]
+    right, copied = found.fit.copy(), np.array([True, False, False, False])
     outcomes = [Outcome.OK, Outcome.CANCELLED, Outcome.GONE, Outcome.IO_ERROR]
-    assert records.outcomes(right, copied) == outcomes
+    assert found.outcomes(right, copied) == outcomes
     right[0] = copied[0] = False
-    assert records.outcomes(right, copied)[0] is Outcome.CORRUPT
+    assert found.outcomes(right, copied)[0] is Outcome.CORRUPT
+    assert found.outcomes(right, right, moved=False)[:2] == [Outcome.CORRUPT, Outcome.IO_ERROR]
     for slot in (-1, 4):
         with pytest.raises(IndexError):
-            proofs.look_at([slot], [short], 0)
+            records.find([slot], [short], 0)
 
 
 def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> None:
     """By the second rank, which leaves the header to the first."""
-    prover = Prover(LAYOUT, host, NAMESPACE)
+    records = RankRecords(LAYOUT, host, NAMESPACE)
     for key, state in ((KEY, table.VALID), (KEY, table.FREE), (OTHER, table.RESERVED)):
         host.put(0, key, state)
-        assert prover.complete(0, KEY, 0) is Outcome.GONE
+        assert records.seal(0, KEY, 0) is Outcome.GONE
         assert not any(host.record(0)), "nothing was written"
-    host.put(0, KEY, table.RESERVED)
-    assert prover.complete(0, KEY, 0) is Outcome.OK
-    assert prover.header(0, KEY, 0) is Outcome.CORRUPT, "it has none yet"
-    Header(KEY, NAMESPACE, 4 * PAGE, 2).write(host.record(0))
-    assert prover.verify(0, KEY, 0) is Outcome.OK
-    assert prover.complete(0, KEY, 0, 7) is Outcome.OK
-    assert prover.stated(0) == 7, "which somebody had taken already"
-    assert prover.verify(0, KEY, 0) is Outcome.CORRUPT
-
-
-def test_a_device_that_fails_hides_no_bad_record() -> None:
-    assert failed([Outcome.OK, Outcome.CORRUPT]) == [Outcome.IO_ERROR, Outcome.CORRUPT]
+    for checksum, right in ((None, True), (7, False)):  # the latter somebody has taken already
+        host.put(0, KEY, table.RESERVED)
+        assert records.seal(0, KEY, 0, checksum) is Outcome.OK
+        host.put(0, KEY, table.VALID)
+        assert not records.find([0], [KEY], 0).fit[0] or checksum, "it has no header yet"
+        Header(KEY, NAMESPACE, 4 * PAGE, 2).write(host.record(0))
+        assert records.find([0], [KEY], 0).verified().tolist() == [right]
 
 
 def test_what_overlaps_counts_once() -> None:

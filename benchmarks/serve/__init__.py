@@ -1,0 +1,1 @@
+"""vLLM's own benchmark clients against servers."""
