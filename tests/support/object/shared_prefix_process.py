@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
-from kvtier.backends.object.housekeeping import gc
+from kvtier.backends.object.inspection import garbage as gc
 from kvtier.core.interfaces.backend import TierContext
 from kvtier.core.records.record import record_bytes
 from kvtier.core.settings import Duration, TierSettings
