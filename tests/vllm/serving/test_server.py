@@ -238,7 +238,7 @@ def test_each_data_parallel_rank_prefetches_for_its_own_queue(
         tells(server, "kvtier:stored_blocks_total", 6 * (len(texts[0]) // 256), tier="nvme")
         server.settle()
         server.forget_engine_cache()
-        busy = [threads.submit(ask, server, rank, f"Busy {rank}", 600) for rank in range(2)]
+        busy = [threads.submit(ask, server, rank, f"Busy {rank}", 1500) for rank in range(2)]
         tells(server, "vllm:num_requests_running", 2)
         waiting = [
             threads.submit(ask, server, (at + 1) % 2, text, 12) for at, text in enumerate(texts)
