@@ -16,8 +16,8 @@ from kvtier.backends.object.housekeeping.tombstones import Tombstones
 from kvtier.backends.object.housekeeping.updates import Update
 from kvtier.backends.object.manifests.block_rows import Rows
 from kvtier.backends.object.object_names import ObjectKey, block_name
-from kvtier.core.slab.tier import SlabTier
 from kvtier.eviction import EvictionPolicy
+from kvtier.slab.catalogue import SlabTier
 from kvtier.types import BlockKey, EventKind
 
 _ROWS_AT_ONCE = 512

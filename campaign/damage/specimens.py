@@ -16,9 +16,9 @@ from support.tiers import subjects
 from kvtier import Stack
 from kvtier.backends.cpu import CpuSettings
 from kvtier.config import MoverMode, MoverSettings, StackConfig
-from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
 from kvtier.testing.subject import Rig, Subject, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cli.inspect import Inspectors
-from kvtier.core.slab.layout import keys_of
 from kvtier.inspect import Source
 from kvtier.inspect.filling import ROW, Rows
 from kvtier.interfaces.handler import Handler
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab.layout import keys_of
 from kvtier.types import (
     GROUP_BYTES,
     KEY_BYTES_MAX,

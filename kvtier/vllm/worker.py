@@ -167,6 +167,8 @@ class RankWorker:
                 self._ended.append(EndedJob(job_id, worker_job.number, True, report, 0.0))
                 return
             self._numbers[job_id] = (worker_job.number, kind)
+            if self._region is not None:
+                self._region.refresh()
             copier.submit(
                 CopyJob(
                     id=job_id,
@@ -328,6 +330,7 @@ class RankWorker:
                 region.pinning_order(),
                 self._least_slots,
                 partial(region.note_pinned, self._share.rank),
+                region.watch,
             )
             no_files = access.mode is Gds.OFF
             open_direct = None if no_files else lambda: access.open(layout, namespace)

@@ -16,8 +16,8 @@ from support.processes.cli_world import command
 from kvtier.backends.object.housekeeping.use_counts import Uses
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.cli import app
-from kvtier.core.slab.layout import TABLE_AT
 from kvtier.record.record import record_bytes
+from kvtier.slab.layout import TABLE_AT
 from kvtier.testing.subject import NAMESPACE
 from kvtier.types import BlockKey
 
@@ -33,9 +33,8 @@ def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def locked(root: Path) -> contextlib.AbstractContextManager[None]:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root / "lock"))
 
-    for module in ("garbage", "offline_locks"):
-        # First: what is imported later would keep it for ever.
-        monkeypatch.setattr(f"kvtier.backends.nvme.inspection.{module}.folder_locked", locked)
+    # First: what is imported later would keep it for ever.
+    monkeypatch.setattr("kvtier.slab.folder_inspect.folder_locked", locked)
     return filled
 
 
@@ -71,7 +70,7 @@ def test_gc_says_what_it_removed_before_something_could_not_be_looked_at(
     def unreadable(*_: object) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "blocks")
 
-    monkeypatch.setattr("kvtier.backends.nvme.inspection.inspector.find_garbage", unreadable)
+    monkeypatch.setattr("kvtier.slab.folder_inspect.find_garbage", unreadable)
     assert app.run(["gc", "--idle", "0s", "-c", str(filled)]) == 1
     out, err = capsys.readouterr()
     assert "1 was removed" in out

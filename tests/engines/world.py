@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ class World:
     def close(self) -> None:
         for engine in self._engines:
             engine.kill()
-        for path in sorted(self.region.iterdir()):
-            path.unlink()
-        self.region.rmdir()
+        shutil.rmtree(self.region)
 
 
 def chunk_tokens(engine: Engine, expected: int | None) -> int:

@@ -16,7 +16,6 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.host_reads import HostDriver
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.direct.kvikio_driver import KvikioDriver, probe
@@ -24,6 +23,7 @@ from kvtier.device.direct.loader import DirectDriver, DirectLoader
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
+from kvtier.slab import layout as table
 from kvtier.types import FilePlace, Outcome
 
 pytestmark = pytest.mark.gpu

@@ -31,7 +31,7 @@ from kvtier.backends.object.manifests.manifest import (
 from kvtier.backends.object.manifests.reconcile import Reconciliation
 from kvtier.backends.object.object_names import block_name, parse_block
 from kvtier.backends.object.stores.store import ObjectInfo, Store, delete_batches
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 _YOUNG_S = 120.0

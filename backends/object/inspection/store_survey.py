@@ -26,9 +26,9 @@ from kvtier.backends.object.stores.store import (
     check_namespaces,
     read_description,
 )
-from kvtier.core.slab.layout import keys_of
 from kvtier.inspect import Contents, Depth, Part, Reporter
 from kvtier.inspect.contents import NAMESPACE_ID
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey, Namespace
 
 Counts = npt.NDArray[np.uint32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtier.backends.object.manifests.manifest import Entries
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 

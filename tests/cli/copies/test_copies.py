@@ -24,9 +24,9 @@ from kvtier.cli.inspect import inspector_of
 from kvtier.cli.selection import Choice, ChoiceReader
 from kvtier.cli.sink import Copied, Pace, Sink, open_sink
 from kvtier.config import load
-from kvtier.core.slab import layout
 from kvtier.inspect.filling import ROW
 from kvtier.record.record import HEADER_BYTES, Buffer
+from kvtier.slab import layout
 from kvtier.testing.subject import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome
 
@@ -150,7 +150,7 @@ class TestPrewarm:
             done = command("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
         assert done.code == 1
         assert "stop its engine" in done.err
-        assert len(list((fresh.parent / "host").glob("*~2.region"))) <= 1
+        assert len(list((fresh.parent / "host").glob("*~2"))) <= 1
 
     @every_kind
     def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:

@@ -26,8 +26,8 @@ from kvtier.backends.object.stores.errors import (
 )
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.slab.layout import keys_of
 from kvtier.eviction import create_policy
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 

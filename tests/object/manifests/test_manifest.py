@@ -11,8 +11,8 @@ from kvtier.backends.object.manifests import manifest
 from kvtier.backends.object.manifests import merge as merge_module
 from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries
 from kvtier.backends.object.manifests.merge import merge
-from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, block_key
 

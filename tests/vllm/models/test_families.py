@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_same_tokens_from_every_tier(world: World, model: Callable[..., Path], f
         engine.kill()
 
     for region in world.region.iterdir():
-        region.unlink()
+        shutil.rmtree(region)
     with world.engine(folder, dtype=dtype, stack=world.stack()) as engine:
         assert ask(engine) == (reference, hits), "after kill -9 and loss of the memory"
         assert engine.facts()["chain"]["hits"][0] == 0

@@ -139,7 +139,7 @@ def test_an_object_store_below(
     assert {("BlockStored", "CPU"), ("BlockRemoved", "CPU"), ("BlockStored", "STORAGE")} <= events
     shutil.rmtree(world.blocks)
     for region in world.region.iterdir():
-        region.unlink()
+        shutil.rmtree(region)
     with world.engine(model("llama"), stack=stack) as engine:
         assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
         assert engine.facts()["chain"]["hits"] == [0, 0, HIT // 256]
