@@ -193,7 +193,7 @@ def after_restart(bench: Bench, prompt: list[int], cold: float) -> None:
     for name, lost in (("kill -9", False), ("reboot", True)):
         if lost:
             for path in bench.region.iterdir():
-                path.unlink()
+                shutil.rmtree(path)
         with bench.engine(kept=True) as engine:
             engine.first_token(prompt=bench.prompt(600))
             seconds = _warm(engine, prompt)
