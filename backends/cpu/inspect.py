@@ -52,8 +52,8 @@ class CpuInspector(FolderInspector[CpuSettings]):
     def root(self) -> Path:
         return root_of(self.settings, self.engine)
 
-    def owner_name(self, mark: Path) -> str:
-        return engine_of(mark) or mark.name
+    def engine_of(self, mark: Path) -> str:
+        return engine_of(mark)
 
     def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
         raise self._cannot("remember what is pinned", _PINNED_BELOW)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -93,7 +93,7 @@ class Specimen:
     def _places(self, files: Files) -> Iterator[Place]:
         """Where the records lie, by tables and by names."""
         for path, data in sorted(files.items()):
-            if path.endswith((".table", ".region")):
+            if path.endswith(".table"):
                 header = layout.SlabHeader.unpack(data)
                 holder = path.replace(".table", ".slab")
                 entries = layout.read_entries(data, header.slots)

@@ -111,6 +111,8 @@ class Block(msgspec.Struct, kw_only=True):
     hits: int | None = None
     used: float | None = None
     quarantined: bool = False
+    engine: str = ""
+    """The running engine in whose memory it is, where that can be told."""
     at: LoadStoreSpec | None = None
 
     @property

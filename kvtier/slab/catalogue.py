@@ -164,6 +164,8 @@ class SlabTier(Tier):
         pins = self._pins
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
+        if self._foreign:
+            self._stats.neighbour_loads += len(slots) - len(self._own_among(slots))
         return self._locate(slots)
 
     def complete_load(

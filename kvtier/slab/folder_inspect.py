@@ -455,17 +455,20 @@ class FolderInspector(SlabInspector[S]):
 
     def _slab(self, table: Path, locked: Locked) -> Slab:
         header, owner = _read_table(table)
+        mark = table.parent / "owners" / owner
+        in_use = locked.has(mark)
         return Slab(
             table=table,
             data=table.with_suffix(DATA_SUFFIX),
             header=header,
-            in_use=locked.has(table.parent / "owners" / owner),
-            engine=self.owner_name(table.parent / "owners" / owner),
+            in_use=in_use,
+            owner=owner,
+            engine=self.engine_of(mark) if in_use else "",
         )
 
-    def owner_name(self, mark: Path) -> str:
-        """What a slab's owner is called."""
-        return mark.name
+    def engine_of(self, mark: Path) -> str:
+        """The name of a living engine, if its mark tells."""
+        return ""
 
     def read_slab(self, table: Path) -> SlabHeader:
         return _read_table(table)[0]

@@ -44,18 +44,20 @@ from kvtier.types import BlockKey, Namespace, Outcome
 
 
 class Slab(msgspec.Struct, kw_only=True):
-    """A table and its slots: a CPU region, or one slab of an NVMe folder."""
+    """A table and its slots."""
 
     table: Path
     data: Path
     header: SlabHeader
     in_use: bool
-    engine: str
-    """Whose it is: an engine's name, or in an NVMe folder an owner's number."""
+    owner: str
+    """The number of its owner's mark."""
+    engine: str = ""
+    """The name of the engine that has it, where marks tell."""
 
     @property
     def name(self) -> str:
-        return self.engine
+        return self.engine or self.owner
 
     @property
     def namespace(self) -> str:
@@ -305,6 +307,7 @@ class SlabInspector(Inspector[S]):
                 hits=uses,
                 used=float(used_at) or None,
                 quarantined=bool(states[slot] == BAD),
+                engine=slab.engine,
                 slab=slab,
                 slot=slot,
             )

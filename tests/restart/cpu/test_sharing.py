@@ -49,7 +49,8 @@ def test_what_one_computes_is_a_hit_for_the_other(pair: tuple[CpuTier, CpuTier])
     keys = make_keys(100)
     put(a, keys)
     assert comes(lambda: here(b, keys) == 100, b)
-    assert served(b, keys) == keys
+    assert served(b, keys) == served(a, keys) == keys
+    assert (b.stats().neighbour_loads, a.stats().neighbour_loads) == (100, 0)
     assert b.prepare_store(keys).keys == [], "it is not held twice"
 
 
