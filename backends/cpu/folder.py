@@ -14,7 +14,14 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvtier.backends.cpu.medium import ROWS_MAX, Geometry, Mark, Region, marks_named
+from kvtier.backends.cpu.medium import (
+    ROWS_MAX,
+    Geometry,
+    Mark,
+    Region,
+    marks_named,
+    uses_told,
+)
 from kvtier.backends.cpu.memory import NewMemory, claim_ahead, slots_aligned, taken_ahead
 from kvtier.errors import FormatError, MediumError, MediumInUse, NewerFormat
 from kvtier.interfaces.backend import TierContext
@@ -100,6 +107,8 @@ class CpuFolder(SlabFolder):
     ) -> None:
         self._engine = context.engine
         self._memory = memory
+        self._heard: dict[str, int] = {}
+        """How many uses each neighbour's mark has told of."""
         self._shapeless: set[int] = set()
         """New files whose memory was not taken ahead."""
         slot_bytes = record_bytes(context.namespace.payload_bytes)
@@ -132,6 +141,16 @@ class CpuFolder(SlabFolder):
         else:  # the folder was removed, and is made anew
             self._region.mark.move_to(owner)
             self._region.rebind(path, fd)
+
+    def uses_by_others(self) -> list[tuple[int, int]]:
+        """Slabs and slots that neighbours have used since the last call."""
+        found: list[tuple[int, int]] = []
+        heard, self._heard = self._heard, {}
+        for mark in marks(self.home):
+            if mark != self.region.path:
+                self._heard[mark.name], used = uses_told(mark, heard.get(mark.name))
+                found += used
+        return found
 
     def make_file(self, path: Path, size: int) -> int:
         is_data = path.name.endswith(DATA_MAKING)

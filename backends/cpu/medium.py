@@ -22,13 +22,21 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.cpu.memory import Arena
+from kvtier.backends.cpu.memory import Arena, map_pages
 from kvtier.errors import FormatError, MediumError
 from kvtier.interfaces.handler import RegionHandler, own_spec
 from kvtier.record.record import Buffer
 from kvtier.slab import layout
 from kvtier.slab.files import DATA_SUFFIX, SAID_BYTES, TABLE_SUFFIX, held, let_go, owner_path
-from kvtier.slab.layout import PIECES_MAX, SlabHeader, piece_slots, pieces_in, pinning_order
+from kvtier.slab.layout import (
+    PIECES_MAX,
+    SLOT_BITS,
+    SLOT_MASK,
+    SlabHeader,
+    piece_slots,
+    pieces_in,
+    pinning_order,
+)
 from kvtier.system.disk import lock_within
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
@@ -46,6 +54,8 @@ _MOVED = struct.Struct("<I")
 _MOVED_AT = 56
 _GEOMETRY = struct.Struct("<QII16s")
 _GEOMETRY_AT = 64
+_USED = struct.Struct("<Q")
+_USED_AT = 96
 _TEXT_AT, _TEXT_BYTES = 128, 128
 _ROWS_AT = 4096
 ROWS_MAX = 4096
@@ -83,8 +93,16 @@ class Geometry(NamedTuple):
     namespace: bytes
 
 
-def _mark_bytes(rows: int) -> int:
+USES_MAX = 1 << 12
+"""So many uses of neighbours' blocks are told of, until they are told of others."""
+
+
+def _uses_at(rows: int) -> int:
     return _ROWS_AT + rows * ROW_BYTES
+
+
+def _mark_bytes(rows: int) -> int:
+    return _uses_at(rows) + USES_MAX * _USED.size
 
 
 class Mark:
@@ -158,6 +176,15 @@ class Mark:
     def word(self, said: bytes) -> None:
         self._map[_WORD_AT : _WORD_AT + _DIGEST_BYTES] = said
 
+    def tell_used(self, places: Sequence[tuple[int, int]]) -> None:
+        """For the owner: a request of it has used these slots of neighbours' slabs."""
+        (count,) = _USED.unpack_from(self._map, _USED_AT)
+        for slab_id, slot in places:
+            at = _uses_at(self.count) + count % USES_MAX * _USED.size
+            _USED.pack_into(self._map, at, slab_id << SLOT_BITS | slot)
+            count += 1
+        _USED.pack_into(self._map, _USED_AT, count)
+
     def note_pinned(self, at: int, rank: int, piece: int) -> None:
         """For a rank: one more piece of a slab (a bit) is pinned for its device; 0: it begins."""
         if rank < _RANKS_MAX:
@@ -194,6 +221,22 @@ def marks_of(marks: Sequence[Path], word: str, *, at: int = _WORD_AT) -> list[Pa
 def marks_named(marks: Sequence[Path], engine: str) -> list[Path]:
     """Those of living engines with this name."""
     return marks_of(marks, engine, at=_NAME_AT)
+
+
+def uses_told(mark: Path, heard: int | None) -> tuple[int, list[tuple[int, int]]]:
+    """What an engine has used of its neighbours since so many uses were heard of: how many there
+    are now, and slabs and slots; none at first, and not what was lost since, because they were too
+    many."""
+    (count,) = _USED.unpack(_read(mark, _USED_AT, _USED.size).ljust(_USED.size, b"\0"))
+    geometry = _read(mark, _GEOMETRY_AT, _GEOMETRY.size)
+    if heard is None or count <= heard or len(geometry) < _GEOMETRY.size:
+        return count, []
+    rows = _GEOMETRY.unpack(geometry)[2]
+    words = np.frombuffer(_read(mark, _uses_at(rows), USES_MAX * _USED.size), "<u8")
+    new = np.arange(max(heard, count - USES_MAX), count) % USES_MAX
+    if len(words) < USES_MAX:
+        return count, []
+    return count, [(word >> SLOT_BITS, word & SLOT_MASK) for word in words[new].tolist()]
 
 
 def engine_of(mark: Path) -> str:
@@ -301,14 +344,20 @@ class Region:
         for at, row in list(self._rows.items()):
             if rows.get(at, row)[:3] != row[:3] or at not in rows:
                 self._unmap(at)
+        theirs: list[Buffer] = []
         for at, row in rows.items():
             with contextlib.suppress(FormatError, OSError):
                 if at not in self._rows:
                     self._map(at, row)
                     if self._order and row.mine:
                         self._when_mapped(pieces_in(row.base, row.slots, self.slot_bytes))
+                    elif not row.mine:
+                        first, end = row.base * self.slot_bytes, (row.base + row.slots)
+                        theirs.append(self.data[first : end * self.slot_bytes])
                 elif self._rows[at].mine != row.mine:
                     self._protect(at, row)
+        if theirs:
+            threading.Thread(target=map_pages, args=(theirs,), daemon=True).start()
 
     def put(self, at: int, row: Row) -> None:
         """For the owner: map a slab, or one that has changed hands anew, and have the engine's

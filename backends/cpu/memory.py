@@ -27,13 +27,16 @@ from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at, read
 from kvtier.system import memory as memory_limits
 from kvtier.system import numa
 from kvtier.system.disk import mounted
-from kvtier.system.memory import populate
+from kvtier.system.memory import address_of, populate
 
 logger = logging.getLogger(__name__)
 
 _LARGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_MADV_POPULATE_READ = 22
+_AHEAD_BYTES = 16 << 20
+"""So much is mapped by one call: whoever maps something else in this process waits meanwhile."""
 _SHMEM_SWITCH = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,6 +47,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _map(at: int | None, size: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
@@ -80,6 +84,15 @@ class _Range:
     def clear(self, offset: int, size: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _map(self.at + offset, size, mmap.PROT_READ, flags)
+
+
+def map_pages(memory: Sequence[Buffer]) -> None:
+    """Map what lies in files already, so that whoever reads it first does not wait for its pages. A
+    kernel before 5.14 leaves that to the reads."""
+    for view in memory:
+        begin, size = address_of(view), len(view)
+        for at in range(0, size, _AHEAD_BYTES):
+            _libc.madvise(begin + at, min(_AHEAD_BYTES, size - at), _MADV_POPULATE_READ)
 
 
 class Arena:

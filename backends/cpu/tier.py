@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _NOTE_USE_S = 3600.0
 _PINS_S = 1.0
+_HEAR_S = 0.1
+_HEARD_MAX = 1024
+"""So many uses by neighbours are taken in at once: a step of the engine waits meanwhile."""
 
 
 class CpuTier(FolderTier):
@@ -42,7 +45,10 @@ class CpuTier(FolderTier):
         self._entries = self.region.entries()
         self._root = folder.root
         self._keep_s = keep_s
-        self._next_note = self._next_pins = 0.0
+        self._folder = folder
+        self._heard: deque[tuple[int, int]] = deque(maxlen=8 * _HEARD_MAX)
+        """Slots of own slabs that neighbours have used; their eviction knows all uses."""
+        self._next_note = self._next_pins = self._next_heard = 0.0
         self._generation = 0
         self._pinning = False
         """Whether some slots may be pinned, and others not."""
@@ -230,6 +236,24 @@ class CpuTier(FolderTier):
         slot = self._reserved.get(key)
         return None if slot is None else self.region.state(slot)
 
+    def _on_used_by_us(self, slots: Sequence[int]) -> None:
+        of = self._places.of
+        places = [(place := of(slot), slot - place.base) for slot in slots]
+        self.region.mark.tell_used([(place.slab.id, slot) for place, slot in places])
+
+    def _tell_policy(self) -> None:
+        if self._heard:
+            heard = [self._heard.popleft() for _ in range(min(len(self._heard), _HEARD_MAX))]
+            by_slab = self._places.by_slab
+            known = [
+                (by_slab[slab_id].base + slot) for slab_id, slot in heard if slab_id in by_slab
+            ]
+            slots = [slot for slot in dict.fromkeys(known) if slot in self._policy]
+            if slots:
+                self._note_uses(slots)
+                self._policy.use(slots, [self._key_at(slot) for slot in slots], self._clock())
+        super()._tell_policy()
+
     def _note_uses(self, slots: Sequence[int]) -> None:
         rows = np.array(slots, np.intp)
         self._entries["used_at"][rows] = int(self._clock())
@@ -252,6 +276,9 @@ class CpuTier(FolderTier):
     def _between_rounds(self) -> None:
         super()._between_rounds()
         now = time.monotonic()  # a clock that is put back must not keep it from being said
+        if now >= self._next_heard and not self._places.alone:
+            self._next_heard = now + _HEAR_S
+            self._heard.extend(self._folder.uses_by_others())
         if now >= self._next_note:
             self._next_note = now + _NOTE_USE_S
             self._note_use()

@@ -293,6 +293,7 @@ class SlabTier(Tier):
             used = keys[:hits]
             slots = [where[key] for key in used]
             if self._foreign:
+                self._on_used_by_us([slot for slot in slots if not self._owned(slot)])
                 slots = [slot for slot in slots if self._owned(slot)]
                 used = [self._key_at(slot) for slot in slots]
             if slots:
@@ -553,6 +554,9 @@ class SlabTier(Tier):
 
     def _note_uses(self, slots: Sequence[int]) -> None:
         """A request has used what these own slots hold: a statistic, no more."""
+
+    def _on_used_by_us(self, slots: Sequence[int]) -> None:
+        """A request has used what these slots of others hold."""
 
     def _on_carried(self, used: Mapping[int, tuple[int, int]]) -> None:
         """What these own slots hold was used so often before, and then at last."""

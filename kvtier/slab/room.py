@@ -428,11 +428,12 @@ class Shares:
     def _fair(self, found: Neighbours) -> int:
         """An equal part of what the folder may hold, or can where its disk is full before that,
         without what idle models keep: nobody is there to hand that over. Room that was left to
-        others counts before they take it, too: else giving would go on until they do."""
+        others counts before they take it, too: else giving would go on until they do. With half a
+        slab more, as whole slabs change hands: of fifteen slabs four engines get 4, 4, 4, 3."""
         used = used_bytes(self._folder.root)
         idle = [home for home in homes(self._folder.root) if not any(map(held, marks(home)))]
         room = self._folder.bound(self._of_all(found), used) - sum(map(used_bytes, idle))
-        return max(0, room) // max(1, found.living)
+        return max(0, room) // max(1, found.living) + self._limits.slab_bytes // 2
 
     def _of_all(self, found: Neighbours) -> Limits:
         return msgspec.structs.replace(self._limits, capacity=found.capacity)

@@ -200,8 +200,8 @@ def test_slabs_made_ahead_go_unless_somebody_has_them_or_a_newer_version_made_th
     owners = empty[0].parent / "owners"
     fds = []
     for slab in nvme.slabs:
-        (owners / slab.engine).touch()
-        fds.append(hold_owner(owners, int(slab.engine, 16)))
+        (owners / slab.owner).touch()
+        fds.append(hold_owner(owners, int(slab.owner, 16)))
     with sparing(Path(nvme.contents.where), NAMESPACE):
         assert all(table.exists() for table in empty)
     for fd in fds:
