@@ -61,6 +61,12 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=length)
 
 
+def flip_memory(engine: Engine) -> None:
+    """Change bits in all that is in the CPU memory of an engine."""
+    for slab in Path(engine.facts()["region"]).parent.parent.glob("*.slab"):
+        flip(slab, 6144)
+
+
 def flip(path: Path, start: int) -> None:
     """Change one bit in every 8 KiB from `start` on."""
     with path.open("r+b") as file:
