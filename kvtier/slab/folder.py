@@ -37,6 +37,7 @@ from kvtier.slab.files import (
     marks,
     owner_path,
     remove_slab,
+    take_away,
     used_at,
     whole,
 )
@@ -232,9 +233,13 @@ class SlabFolder:
     # -- owners ----------------------------------------------------------------------------
 
     def claim(self) -> tuple[int, int]:
-        """Become an owner: an identity and the descriptor whose lock keeps it alive."""
+        """Become an owner: an identity and the descriptor whose lock keeps it alive. Takes away
+        the marks of the dead, which no slab needs."""
         with self._explained(), self.locked():
             self._make_home()  # again: without an owner so far, a neighbour may have reclaimed it
+            for mark in marks(self.home):
+                if not held(mark):
+                    take_away(self.disk, mark)
             while True:
                 owner = secrets.randbits(32)
                 with contextlib.suppress(FileExistsError):

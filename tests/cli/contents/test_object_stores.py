@@ -430,7 +430,7 @@ def test_what_host_memory_holds_is_described_by_another_tier(
     next((tmp_path / "host").rglob("namespace.json")).unlink()
     done = command("snapshot", "--to", f"file://{tmp_path}/third", "-c", in_a_folder)
     assert done.code == 1
-    assert "nothing in this stack says what the namespace" in done.err
+    assert "has no namespace.json" in done.err
 
 
 def test_a_web_server_is_no_store(

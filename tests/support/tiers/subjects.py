@@ -45,7 +45,7 @@ class CpuSubject(Subject):
     backend = CPU_BACKEND
     persistent = True
     shared = True
-    overhead_bytes = 1 << 17
+    overhead_bytes = 1 << 18
     """Its engines' marks."""
     sheds = True
     off_disk = True
