@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -107,7 +108,8 @@ class CpuBackend(Backend[CpuSettings]):
             )
         if not in_use(root):
             if root.is_dir():
-                make_way(root, context.namespace.id, disk)
+                with contextlib.suppress(OSError):  # what is wrong, the folder explains
+                    make_way(root, context.namespace.id, disk)
             _check_room(root, capacity, disk)
         huge_pages, serving = settings.huge_pages, context.serving
         memory = NewMemory(root, context.near, huge_pages=huge_pages, serving=serving)

@@ -20,6 +20,7 @@ from kvtier.backends.cpu.medium import (
     Mark,
     Region,
     marks_named,
+    read_part,
     uses_told,
 )
 from kvtier.backends.cpu.memory import NewMemory, claim_ahead, slots_aligned, taken_ahead
@@ -238,7 +239,7 @@ def leftovers(path: Path, now: float) -> list[Path]:
             if in_use(root):
                 continue
             lock = root / LOCK
-            (keep_s,) = _KEEP.unpack(lock.read_bytes()[: _KEEP.size].ljust(_KEEP.size, b"\0"))
+            (keep_s,) = _KEEP.unpack(read_part(lock, 0, _KEEP.size).ljust(_KEEP.size, b"\0"))
             unused_s = abs(now - lock.stat().st_mtime)  # a clock may have been ahead
             if unused_s > keep_s or all(map(_is_discarded, _tables(root))):
                 found.append(root)
@@ -251,13 +252,12 @@ def _tables(root: Path) -> list[Path]:
 
 def _is_discarded(table: Path) -> bool:
     """Whether nobody wants what a slab holds, now that its engine has gone."""
-    with table.open("rb", buffering=0) as file:
-        try:
-            header = layout.SlabHeader.unpack(os.pread(file.fileno(), layout.TABLE_AT, 0))
-        except NewerFormat:
-            return False
-        except FormatError:
-            return True
+    try:
+        header = layout.SlabHeader.unpack(read_part(table, 0, layout.TABLE_AT))
+    except NewerFormat:
+        return False
+    except FormatError:
+        return True
     return bool(header.flags & layout.FLAG_DISCARD)
 
 
@@ -276,11 +276,11 @@ def make_way(root: Path, own: str, disk: Disk) -> None:
 
 
 def _is_readable(table: Path) -> bool:
-    with contextlib.suppress(FormatError, OSError):
-        with table.open("rb", buffering=0) as file:
-            layout.SlabHeader.unpack(os.pread(file.fileno(), layout.TABLE_AT, 0))
-        return True
-    return False
+    try:
+        layout.SlabHeader.unpack(read_part(table, 0, layout.TABLE_AT))
+    except (FormatError, OSError):
+        return False
+    return True
 
 
 def remove(root: Path) -> bool:

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -244,17 +245,19 @@ def engine_of(mark: Path) -> str:
     return _read(mark, _TEXT_AT, _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
-def _read(mark: Path, at: int, size: int) -> bytes:
+def read_part(file: Path, at: int, size: int) -> bytes:
+    """Some bytes of a file, or fewer; none of what is no file. Raises OSError."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        fd = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    try:
-        return os.pread(fd, size, at)
-    except OSError:
-        return b""
+        return os.pread(fd, size, at) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
+
+
+def _read(mark: Path, at: int, size: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return read_part(mark, at, size)
+    return b""
 
 
 class Region:
