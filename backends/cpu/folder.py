@@ -143,9 +143,9 @@ class CpuFolder(SlabFolder):
             self._region.mark.move_to(owner)
             self._region.rebind(path, fd)
 
-    def uses_by_others(self) -> list[tuple[int, int]]:
-        """Slabs and slots that neighbours have used since the last call."""
-        found: list[tuple[int, int]] = []
+    def uses_by_others(self) -> list[list[tuple[int, int]]]:
+        """Slabs and slots that requests of neighbours have used since the last call."""
+        found: list[list[tuple[int, int]]] = []
         heard, self._heard = self._heard, {}
         for mark in marks(self.home):
             if mark != self.region.path:

@@ -94,6 +94,9 @@ class Geometry(NamedTuple):
     namespace: bytes
 
 
+_FIRST_USE = 1 << 63
+"""Stands at the first of those that a request uses."""
+_PLACE_MASK = _FIRST_USE - 1
 USES_MAX = 1 << 12
 """So many uses of neighbours' blocks are told of, until they are told of others."""
 
@@ -180,10 +183,11 @@ class Mark:
     def tell_used(self, places: Sequence[tuple[int, int]]) -> None:
         """For the owner: a request of it has used these slots of neighbours' slabs."""
         (count,) = _USED.unpack_from(self._map, _USED_AT)
+        first = _FIRST_USE
         for slab_id, slot in places:
             at = _uses_at(self.count) + count % USES_MAX * _USED.size
-            _USED.pack_into(self._map, at, slab_id << SLOT_BITS | slot)
-            count += 1
+            _USED.pack_into(self._map, at, first | slab_id << SLOT_BITS | slot)
+            count, first = count + 1, 0
         _USED.pack_into(self._map, _USED_AT, count)
 
     def note_pinned(self, at: int, rank: int, piece: int) -> None:
@@ -224,10 +228,10 @@ def marks_named(marks: Sequence[Path], engine: str) -> list[Path]:
     return marks_of(marks, engine, at=_NAME_AT)
 
 
-def uses_told(mark: Path, heard: int | None) -> tuple[int, list[tuple[int, int]]]:
+def uses_told(mark: Path, heard: int | None) -> tuple[int, list[list[tuple[int, int]]]]:
     """What an engine has used of its neighbours since so many uses were heard of: how many there
-    are now, and slabs and slots; none at first, and not what was lost since, because they were too
-    many."""
+    are now, and, by request, slabs and slots; none at first, and not what was lost since, because
+    they were too many."""
     (count,) = _USED.unpack(_read(mark, _USED_AT, _USED.size).ljust(_USED.size, b"\0"))
     geometry = _read(mark, _GEOMETRY_AT, _GEOMETRY.size)
     if heard is None or count <= heard or len(geometry) < _GEOMETRY.size:
@@ -237,7 +241,13 @@ def uses_told(mark: Path, heard: int | None) -> tuple[int, list[tuple[int, int]]
     new = np.arange(max(heard, count - USES_MAX), count) % USES_MAX
     if len(words) < USES_MAX:
         return count, []
-    return count, [(word >> SLOT_BITS, word & SLOT_MASK) for word in words[new].tolist()]
+    requests: list[list[tuple[int, int]]] = []
+    for word in words[new].tolist():
+        if word & _FIRST_USE or not requests:
+            requests.append([])
+        place = word & _PLACE_MASK
+        requests[-1].append((place >> SLOT_BITS, place & SLOT_MASK))
+    return count, requests
 
 
 def engine_of(mark: Path) -> str:

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _NOTE_USE_S = 3600.0
 _PINS_S = 1.0
 _HEAR_S = 0.1
-_HEARD_MAX = 1024
-"""So many uses by neighbours are taken in at once: a step of the engine waits meanwhile."""
+_HEARD_MAX = 512
+"""So many requests of neighbours are taken in at once: a step of the engine waits meanwhile."""
 
 
 class CpuTier(FolderTier):
@@ -46,8 +46,8 @@ class CpuTier(FolderTier):
         self._root = folder.root
         self._keep_s = keep_s
         self._folder = folder
-        self._heard: deque[tuple[int, int]] = deque(maxlen=8 * _HEARD_MAX)
-        """Slots of own slabs that neighbours have used; their eviction knows all uses."""
+        self._heard: deque[tuple[float, list[tuple[int, int]]]] = deque(maxlen=_HEARD_MAX)
+        """When requests of neighbours used slabs and slots, some of which are ours."""
         self._next_note = self._next_pins = self._next_heard = 0.0
         self._generation = 0
         self._pinning = False
@@ -242,17 +242,19 @@ class CpuTier(FolderTier):
         self.region.mark.tell_used([(place.slab.id, slot) for place, slot in places])
 
     def _tell_policy(self) -> None:
-        if self._heard:
-            heard = [self._heard.popleft() for _ in range(min(len(self._heard), _HEARD_MAX))]
-            by_slab = self._places.by_slab
-            known = [
-                (by_slab[slab_id].base + slot) for slab_id, slot in heard if slab_id in by_slab
-            ]
+        by_slab = self._places.by_slab
+        for at, used in [self._heard.popleft() for _ in range(len(self._heard))]:
+            known = [by_slab[slab_id].base + slot for slab_id, slot in used if slab_id in by_slab]
             slots = [slot for slot in dict.fromkeys(known) if slot in self._policy]
             if slots:
                 self._note_uses(slots)
-                self._policy.use(slots, [self._key_at(slot) for slot in slots], self._clock())
+                self._policy.use(slots, [self._key_at(slot) for slot in slots], at)
         super()._tell_policy()
+
+    def hear(self) -> None:
+        """Learn what neighbours have used of late: eviction knows of all uses."""
+        now = self._clock()
+        self._heard.extend((now, used) for used in self._folder.uses_by_others())
 
     def _note_uses(self, slots: Sequence[int]) -> None:
         rows = np.array(slots, np.intp)
@@ -278,7 +280,7 @@ class CpuTier(FolderTier):
         now = time.monotonic()  # a clock that is put back must not keep it from being said
         if now >= self._next_heard and not self._places.alone:
             self._next_heard = now + _HEAR_S
-            self._heard.extend(self._folder.uses_by_others())
+            self.hear()
         if now >= self._next_note:
             self._next_note = now + _NOTE_USE_S
             self._note_use()
