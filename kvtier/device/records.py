@@ -31,7 +31,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 class Host(Protocol):
-    """Host memory in numbered slots, each with an entry in a table: a CPU region is one."""
+    """Host memory in numbered slots, each with an entry in a table."""
 
     data: Buffer
     """All slots, in place, one behind the other."""

@@ -171,6 +171,21 @@ def test_of_what_both_hold_one_copy_goes_first(pair: tuple[CpuTier, CpuTier]) ->
     assert here(a, both) == 10, "they are served from the neighbour's"
 
 
+def test_what_a_neighbour_uses_goes_later(pair: tuple[CpuTier, CpuTier]) -> None:
+    a, b = pair
+    first = make_keys(20)
+    put(a, first)
+    put(a, make_keys(a.stats().free, start=10**6))
+    assert set(a.victims(20)) == set(first), "they have not been used for longest"
+    assert comes(lambda: here(b, first) == 20, b)
+
+    def used_here() -> bool:
+        b.touch(first)
+        return set(a.victims(20)).isdisjoint(first)
+
+    assert comes(used_here, a, b)
+
+
 def put_reserved(tier: CpuTier, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
     from kvtier.testing.subject import fill
 
