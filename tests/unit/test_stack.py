@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.processes.cli_world import flip
 
 from kvtier import Stack, block_key, load_config
 from kvtier.amounts import size
@@ -24,7 +25,7 @@ from kvtier.record.record import record_bytes
 from kvtier.stack import Settled
 from kvtier.testing.memory import MemoryHandler, MemoryTier
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey, Namespace, TierStats
+from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -435,6 +436,34 @@ def test_a_tier_that_raises_when_it_is_asked_first_keeps_no_other_open(
     assert [each.name for each in threading.enumerate() if each.name.startswith("kvtier")] == []
     with Stack.open(tiers, NAMESPACE) as stack:
         assert stack.context.engine == "unit", "nobody holds its memory"
+
+
+@pytest.mark.parametrize("proves", [True, False])
+def test_a_block_that_does_not_verify_is_logged_with_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, proves: bool
+) -> None:
+    """It was counted, and nothing else; of many the log has the first, and each doubling."""
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(8))
+        stack.settle()
+        stack.chain.tiers[0].forget(make_keys(8))
+        disk = stack.chain.tiers[1]
+        places = disk.files(disk.prepare_load(make_keys(8)))
+        disk.complete_load(make_keys(8))
+        for place in places:
+            flip(Path(place.path), place.at + 5000)
+        for key in make_keys(8):
+            ticket = stack.chain.begin_load([key], "one", float("inf"), proves=proves)
+            while not ticket.landed:
+                stack.mover.wait(1)
+                stack.chain.poll()
+            bad = {key: Outcome.CORRUPT} if proves else {}
+            stack.chain.end_load(ticket, bad)
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 4, "of the first, second, fourth and eighth"
+    where = f"{make_keys(1)[0].hex()}, {places[0].path} at {places[0].at}"
+    for words in ("tier nvme", where, "kvtier verify --repair"):
+        assert words in said[0]
 
 
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
