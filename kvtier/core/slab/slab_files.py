@@ -47,7 +47,8 @@ class Slab(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        return self.engine
+        """As its files are called; a region is called by its engine."""
+        return self.table.stem if self.table.suffix == ".table" else self.engine
 
     @property
     def namespace(self) -> str:

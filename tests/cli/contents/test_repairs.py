@@ -253,6 +253,33 @@ def talk(stack_file: Path, answer: str) -> int:
     return process.returncode
 
 
+def test_a_broken_slab_is_told_by_all_and_its_removal_too(filled: Path, tmp_path: Path) -> None:
+    """`doctor` said ok where `ls` did not, and `verify --repair` removed it without a word."""
+    table = next(each for each in tmp_path.rglob("*.table") if b"\2" in each.read_bytes()[4096:])
+    os.truncate(table, 100)
+    cut = f"{table}: the slab's header page is cut short"
+    doctor = command("doctor", "-c", filled)
+    assert doctor.code == 1
+    assert cut in " ".join(doctor.out.split())
+    done = command("verify", "-c", filled, "--repair")
+    assert f"removed, with what was in it: {cut}" in " ".join(done.out.split())
+    assert not table.exists()
+    assert command("doctor", "-c", filled).code == 0
+
+
+def test_gc_says_that_it_has_no_right_to_remove_anything(filled: Path, tmp_path: Path) -> None:
+    home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    (home / "0000cccc.slab").write_bytes(b"x" * 100)
+    home.chmod(0o500)
+    try:
+        done = command("gc", "-c", filled, "--dry-run", rights=False)
+    finally:
+        home.chmod(0o700)
+    assert done.code == 1
+    assert "nothing to remove in what can be seen" in done.out
+    assert f"{home}: no right to remove anything here; run this as its owner" in done.err
+
+
 class TestAnotherWasQuicker:
     """A namespace that goes while it is looked at is no trouble, and needs no name that exists."""
 
