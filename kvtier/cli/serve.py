@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,7 @@ def serve(
     vllm = installed()
     flags = list(context.args)
     command = server_command(model, config, flags)
+    check_port(flags)
     prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
     say_what_to_try(model, flags, config)
     if vllm.cpu and _value(flags, "--dtype") is None and is_slow_at_halves(_PROCESSORS):
@@ -82,6 +85,22 @@ def _check(config: Path) -> None:
     stack = load(config)
     if errors := unusable_here(stack):
         raise ConfigErrors(errors)
+
+
+def check_port(flags: Sequence[str]) -> None:
+    """Refuse a port that another process listens on: vLLM binds to it when the model is loaded."""
+    host, port = _value(flags, "--host"), _value(flags, "--port") or "8000"
+    if not port.isdecimal() or {"--uds", "--headless"}.intersection(flags):
+        return
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    with socket.socket(family) as taken, contextlib.suppress(OverflowError, socket.gaierror):
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind((host or "", int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                remedy = "end that one, or name another behind the --: --port 8001"
+                raise ConfigError(f"--port {port}", "another process uses it", remedy) from None
 
 
 def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import tempfile
 import uuid
 from pathlib import Path
@@ -191,3 +192,18 @@ def test_processors_that_are_slow_at_16_bits(tmp_path: Path, features: str, slow
     cpuinfo.write_text(f"processor\t: 0\nmodel name\t: any\n{features}\nbugs\t\t: some\n")
     assert serve.is_slow_at_halves(cpuinfo) is slow
     assert not serve.is_slow_at_halves(tmp_path / "none")
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded() -> None:
+    """It took vLLM half a minute, and a traceback."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = str(other.getsockname()[1])
+        flags = ["--host", "127.0.0.1", "--port", port]
+        other.listen()
+        with pytest.raises(ConfigError, match=f"--port {port}: another process uses it"):
+            serve.check_port(flags)
+        serve.check_port([*flags, "--headless"])
+    serve.check_port(flags)
+    serve.check_port(["--port", "99999"])
+    serve.check_port(["--host", "no.such.host", "--port", port])
