@@ -37,6 +37,10 @@ _WAIT_S = 0.05
 _ROOM_S = 10.0
 """How long to wait for room that others have to make."""
 _LOOK_BLOCKS = 1 << 16
+OUTAGE_S = 30.0
+"""For so long a tier that fails is asked again, each time after a pause."""
+AGAIN_S = 1.0
+_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT)
 
 _READER, _TIER = 0, 1
 
@@ -133,6 +137,9 @@ class Sink:
         self._here: list[BlockKey] = []  # what was asked for, and was there before
         self._evicting = False
         self._full = False
+        self._again: list[tuple[BlockKey, int]] = []  # could not be written just now
+        self._failing_since: float | None = None
+        self._told_of_outage = False
         room = _PIECE_BYTES
         if pace.bytes_per_s is not None:
             room = min(room, int(pace.bytes_per_s * _PIECE_S))
@@ -144,8 +151,10 @@ class Sink:
         start = time.monotonic()
         for keys, numbers in pieces:
             self._offer(keys, numbers, result, bar)
-        while self._flights:
-            self._settle(result, bar)
+            if self._again:
+                self._ride_out(result, bar)
+        self._land_all(result, bar)
+        self._ride_out(result, bar)
         self._count_kept(result)
         result.unread = self._reader.unread
         result.bad = max(0, result.bad - result.unread)
@@ -177,6 +186,19 @@ class Sink:
                 self._full = self._make_room(result, bar) and time.monotonic() > give_up
         result.not_stored += len(left)
         result.full = self._full
+
+    def _land_all(self, result: Copied, bar: Progress) -> None:
+        while self._flights:
+            self._settle(result, bar)
+
+    def _ride_out(self, result: Copied, bar: Progress) -> None:
+        """Try again, after a while, what could not be written: a store may be away for a moment."""
+        self._land_all(result, bar)
+        while self._again:
+            time.sleep(AGAIN_S)
+            again, self._again = dict(self._again), []
+            self._offer(list(again), list(again.values()), result, bar)
+            self._land_all(result, bar)
 
     def _lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         found = self._tier.lookup(keys)
@@ -229,11 +251,13 @@ class Sink:
         """Wait a moment, and commit what has landed."""
         self._mover.wait(_WAIT_S)
         for ended in self._mover.poll():
+            later = len(self._again)
             landed = self._commit(ended, result)
+            later -= len(self._again)
             if self._evicting:
                 self._pin(landed)
             size = sum(map(self._namespace.payload_of, landed))
-            bar.advance(len(ended.outcomes), size)
+            bar.advance(len(ended.outcomes) + later, size)
         self._tier.tick()
         self._tier.take_events()  # nobody listens
 
@@ -249,12 +273,26 @@ class Sink:
                 result.gone += 1
             elif outcome is Outcome.CORRUPT:
                 result.bad += 1
+            elif outcome in _FAILS and self._may_come_back():
+                self._again.append((key, number))
             else:
                 result.not_stored += 1
         self._tier.complete_store(keys, failed)
         landed = [key for key in keys if key not in failed] if failed else keys
+        if landed:
+            self._failing_since = None
         self.stored += landed
         return landed
+
+    def _may_come_back(self) -> bool:
+        """Whether a tier that fails has not done so for long; says so once."""
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        if not self._told_of_outage:
+            self._told_of_outage = True
+            warn(f"blocks cannot be written: trying again, for {OUTAGE_S:.0f} s")
+        return now - self._failing_since < OUTAGE_S
 
     def _count_kept(self, result: Copied) -> None:
         """Only now, because a tier that others share may have had to let something go."""

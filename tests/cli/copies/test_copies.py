@@ -18,7 +18,9 @@ from support.processes.cli_world import command, every_kind, run, served
 from support.processes.clocks import Clock
 
 from kvtier import Stack
+from kvtier.backends.nvme.handler import NvmeHandler
 from kvtier.backends.nvme.tier import NvmeTier
+from kvtier.cli import sink as sinks
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of
 from kvtier.cli.selection import Choice, ChoiceReader
@@ -45,7 +47,7 @@ with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
     keys = make_keys(2000, start=1000)
     for at in range(0, len(keys), 100):
         stack.store({key: payload(key) for key in keys[at : at + 100]})
-        assert stack.settle()
+        assert stack.settle().done
         stack.chain.tiers[1].refresh()
     assert stack.chain.tiers[1].stats().evicted
     print("full", flush=True)
@@ -269,6 +271,15 @@ class Made(ChoiceReader):
         return False
 
 
+class Good(Made):
+    def read(
+        self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        for key, record in zip(keys, into, strict=True):
+            fill(record, key)
+        return [Outcome.OK] * len(keys)
+
+
 def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though there is room for some of a piece only, and the first of it have failed by then."""
 
@@ -288,16 +299,35 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
     assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
 
 
+@pytest.mark.parametrize("outage_s", [30.0, 0.0])
+def test_a_store_that_is_away_for_a_moment_gets_all_the_same(
+    fresh: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outage_s: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A snapshot gave up, with all of its blocks not stored, over an outage of three seconds."""
+    failures, write = iter(range(12)), NvmeHandler.store
+
+    def store(self: NvmeHandler, spec: Any, keys: Any, records: Any) -> list[Outcome]:
+        if next(failures, None) is not None:
+            return [Outcome.IO_ERROR] * len(keys)
+        return write(self, spec, keys, records)
+
+    monkeypatch.setattr(NvmeHandler, "store", store)
+    monkeypatch.setattr(sinks, "OUTAGE_S", outage_s)
+    monkeypatch.setattr(sinks, "AGAIN_S", 0.0)
+    keys, result = make_keys(40), Copied(NAMESPACE.id, asked=40)
+    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), Pace(None)) as sink:
+        pieces = [(keys[at : at + 8], list(range(at, at + 8))) for at in range(0, 40, 8)]
+        sink.fill(pieces, result, Progress("", 0, ""))
+    assert result.copied + result.not_stored == 40
+    assert (result.not_stored == 0) == (outage_s > 0)
+    assert capsys.readouterr().err.count("cannot be written: trying again, for") == 1
+
+
 def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> None:
     """As where others share the tier, and need the room."""
-
-    class Good(Made):
-        def read(
-            self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
-        ) -> list[Outcome]:
-            for key, record in zip(keys, into, strict=True):
-                fill(record, key)
-            return [Outcome.OK] * len(keys)
 
     keys, result, bar = make_keys(8), Copied(NAMESPACE.id, asked=8), Progress("", 0, "")
 
