@@ -40,7 +40,7 @@ _Config = Annotated[
     ),
 ]
 _BuiltIn = Annotated[
-    bool, typer.Option("--built-in", help="Only the tier kinds that come with kvtier.")
+    bool, typer.Option("--built-in", hidden=True, help="Only the tier kinds that come with kvtier.")
 ]
 
 

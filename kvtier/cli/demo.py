@@ -50,8 +50,8 @@ class Row(msgspec.Struct):
 @app.command(epilog="Example: kvtier demo --tokens 4000")
 def demo(
     tokens: Annotated[int, typer.Option(min=600, max=30000, help="Length of the prompt.")] = 6000,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the small model.")] = 8,
-    hidden: Annotated[int, typer.Option(min=128, help="Its hidden size.")] = 512,
+    layers: Annotated[int, typer.Option(hidden=True, min=1, help="Layers of the small model.")] = 8,
+    hidden: Annotated[int, typer.Option(hidden=True, min=128, help="Its hidden size.")] = 512,
 ) -> None:
     """A long prompt on a real server: cold, warm, and after the server was killed.
 

@@ -238,7 +238,7 @@ def check_contents(config: StackConfig, tier: int) -> Iterator[Finding]:
     [inspector] = look(config, tier, Depth.NAMES)
     for trouble in inspector.contents.troubles:
         what, _, remedy = trouble.partition("; ")
-        yield Finding(f"{tier} {inspector.kind}", Level.BAD, what, remedy)
+        yield Finding(f"{tier} {inspector.kind}", Level.WARN, what, remedy)
 
 
 def check_gds(config: StackConfig, tier: int) -> Iterator[Finding]:

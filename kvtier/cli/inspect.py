@@ -237,7 +237,7 @@ def count(hits: int | None) -> str:
 
 def age(at: float | None) -> str:
     """How long ago something was, if it was."""
-    return "-" if at is None else amounts.duration(max(0.0, time.time() - at))
+    return "-" if at is None else amounts.age(time.time() - at)
 
 
 def left(until: float) -> str:

@@ -73,12 +73,16 @@ def plan(
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for; else 512."),
+        typer.Option(
+            hidden=True, min=1, help="Tokens that one of the trace's hash_ids stands for; else 512."
+        ),
     ] = None,
     scale: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help=f"Sizes to try, as multiples of the stack's; else {_SIZES}."
+            hidden=True,
+            metavar="LIST",
+            help=f"Sizes to try, as multiples of the stack's; else {_SIZES}.",
         ),
     ] = None,
     json: options.JsonOption = False,

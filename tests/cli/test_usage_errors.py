@@ -267,3 +267,18 @@ def test_what_the_library_warns_of_looks_like_the_rest(filled: Path, tmp_path: P
         f"kvtier: CPU region {tmp_path}/host/kvtier-{os.getuid()}-kv-cli.region is made anew: "
         "its capacity has changed\n"
     )
+
+
+def test_help_shows_what_users_need() -> None:
+    """Settings of measurements, and of what the repository generates, work unseen."""
+    for words, hidden in (
+        ("config schema", "--built-in"),
+        ("config reference", "--built-in"),
+        ("plan", "--scale"),
+        ("plan", "--block-tokens"),
+        ("demo", "--layers"),
+        ("demo", "--hidden"),
+    ):
+        done = command(*words.split(), "--help")
+        assert done.code == 0
+        assert hidden not in done.out

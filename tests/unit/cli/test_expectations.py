@@ -48,6 +48,10 @@ class TestAmounts:
     def test_durations(self, seconds: float, text: str) -> None:
         assert amounts.duration(seconds) == text
 
+    def test_ages_are_short(self) -> None:
+        texts = [amounts.age(seconds) for seconds in (-1, 59.9, 60, 5400, 100_000)]
+        assert texts == ["0s", "59s", "1m", "1h", "1d"]
+
     def test_rates_counts_and_shares(self) -> None:
         assert amounts.rate(2.5e9) == "2.5 GB/s"
         assert amounts.rate(80e6) == "80 MB/s"
