@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import json
 import os
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from kvtier.cli.signals import EXIT_INTERRUPTED
 from kvtier.config import load
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.move.process_main import die_with
-from kvtier.vllm.hooks.versions import SERVER, installed
+from kvtier.vllm.hooks.versions import SERVER, installed, known_flags
 
 app = options.new_app()
 
@@ -39,6 +40,8 @@ _GRACE = "--shutdown-timeout"
 _GRACE_S = 20
 _SOCKETS_PATH_MAX = 107 - 1 - 36
 """A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
+_SLIP = 0.85
+"""How alike a flag and what was meant are, from 0 to 1."""
 _PROCESSORS = Path("/proc/cpuinfo")
 _USAGE = "write kvtier serve MODEL --config stack.yaml -- --port 8001"
 _PROMPT = "Tell me about caches. " * 100
@@ -66,6 +69,7 @@ def serve(
     vllm = installed()
     flags = list(context.args)
     command = server_command(model, config, flags)
+    check_flags(flags, known_flags())
     check_port(flags)
     prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
     say_what_to_try(model, flags, config)
@@ -85,6 +89,17 @@ def _check(config: Path) -> None:
     stack = load(config)
     if errors := unusable_here(stack):
         raise ConfigErrors(errors)
+
+
+def check_flags(flags: Sequence[str], known: Collection[str]) -> None:
+    """Refuse a flag that is one of vLLM's but for a slip: it says so when all is imported."""
+    for flag in flags:
+        name = flag.partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("--")
+        name = name.removeprefix("no-")
+        if flag[:2] != "--" or any(each.startswith(name) for each in known):  # it may be shortened
+            continue
+        if meant := difflib.get_close_matches(name, known, 1, _SLIP):
+            raise ConfigError(flag, "is no flag of vLLM's", f"did you mean --{meant[0]}?")
 
 
 def check_port(flags: Sequence[str]) -> None:

