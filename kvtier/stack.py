@@ -176,8 +176,11 @@ class Stack:
                     if time.monotonic() >= end:
                         break
                     self.mover.wait(_WAIT_S)  # in which others have their turn
+            if left:
+                break
         self._unsettled.extend(stored)
-        held = self.lookup(stored)
+        with self._turn(end) as mine:
+            held = self.lookup(stored) if mine else stored
         return [key for key in stored if key in held]
 
     def _store_some(
@@ -302,20 +305,23 @@ class Stack:
         """Wait until all that was stored is written down; says whether it got there in time, and
         what was lost on the way."""
         end = time.monotonic() + seconds
-        while not (settled := self._settled(end)).done and time.monotonic() < end:
+        while True:
+            late = time.monotonic() >= end
+            with self._turn(end) as mine:
+                if mine:
+                    self.chain.poll()
+                    if self.chain.settled or late:
+                        return self._settled()
+                elif late:
+                    return Settled(False, [])
             self.mover.wait(_WAIT_S)  # in which others have their turn
-        return settled
 
-    def _settled(self, end: float) -> Settled:
-        with self._turn(end) as mine:
-            if not mine:
-                return Settled(False, [])
-            self.chain.poll()
-            done, stored = self.chain.settled, list(dict.fromkeys(self._unsettled))
-            held = self.lookup(stored)
-            if done:
-                self._unsettled.clear()
-            return Settled(done, [key for key in stored if key not in held])
+    def _settled(self) -> Settled:
+        done, stored = self.chain.settled, list(dict.fromkeys(self._unsettled))
+        held = self.lookup(stored)
+        if done:
+            self._unsettled.clear()
+        return Settled(done, [key for key in stored if key not in held])
 
     def lookup(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
         """The first medium that holds each of these, like "cpu"; what none holds is left out."""
@@ -338,7 +344,8 @@ class Stack:
         dropped = checked_keys(keys)
         with self._turn():
             self.chain.forget(dropped)
-            kept = set(self._unsettled).difference(dropped)
+            gone = set(dropped)
+            kept = [key for key in self._unsettled if key not in gone]
             self._unsettled = deque(kept, UNSETTLED_KEPT)
             for tier in self.chain.tiers:
                 tier.flush()

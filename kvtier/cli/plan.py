@@ -73,17 +73,11 @@ def plan(
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(
-            hidden=True, min=1, help="Tokens that one of the trace's hash_ids stands for; else 512."
-        ),
+        typer.Option(hidden=True, min=1, help="Tokens that a hash_id of the trace stands for."),
     ] = None,
     scale: Annotated[
         str | None,
-        typer.Option(
-            hidden=True,
-            metavar="LIST",
-            help=f"Sizes to try, as multiples of the stack's; else {_SIZES}.",
-        ),
+        typer.Option(hidden=True, metavar="LIST", help="Multiples of the stack's sizes to try."),
     ] = None,
     json: options.JsonOption = False,
 ) -> None:

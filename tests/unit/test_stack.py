@@ -68,7 +68,7 @@ def test_a_store_waits_rather_than_evict_what_is_not_written_down(
 ) -> None:
     """1000 blocks of 1 MiB, stored into 64 MiB over a disk, were taken, and 775 could be loaded."""
     tiers, wanted = config(tmp_path), blocks(200)
-    tiers["tiers"][1]["write"] = policy
+    tiers["tiers"][1] |= {"write": policy, "capacity": "64MiB"}  # slabs for all, from the start
     with Stack.open(tiers, NAMESPACE) as stack:
         taken = []
         for start in range(0, 200, at_once):
