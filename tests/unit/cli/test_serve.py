@@ -7,6 +7,7 @@ import shlex
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,12 +91,19 @@ def test_what_puts_another_connector_in_our_place_is_refused(flags: list[str]) -
         serve.server_command("m", Path("s.yaml"), flags)
 
 
-def test_the_page_says_what_it_is_the_same_as() -> None:
-    page = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text()
-    block = page.partition("It is the same as\n")[2].split("```")[1]
+STACK = Path("/path/of/stack.yaml")
+
+
+@pytest.mark.parametrize(
+    ("page", "instead"),
+    [("serve", None), ("native_tiering", serve.secondary_tier(STACK, 8 << 30, 256))],
+)
+def test_the_page_says_what_it_is_the_same_as(page: str, instead: dict[str, Any] | None) -> None:
+    text = (Path(__file__).parents[3] / f"docs/guides/{page}.md").read_text()
+    block = text.partition("It is the same as\n")[2].split("```")[1]
     name, serving, model, *written = shlex.split(block.removeprefix("sh").replace("\\\n", " "))
     assert (name, serving) == ("vllm", "serve")
-    command = serve.server_command(model, Path("/path/of/stack.yaml"), [])
+    command = serve.server_command(model, STACK, [], instead)
     assert transfer(written) == transfer(command)
     made = command[command.index(model) + 1 :]
     for flags in (made, written):
