@@ -28,7 +28,7 @@ from kvtier.interfaces.mover import TransferKind
 from kvtier.move.threads import ThreadMover
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, Gds
-from kvtier.testing.media import SHARED, make_memory_folder
+from kvtier.testing.subject import SHARED, make_memory_folder
 from kvtier.types import Namespace, block_key
 
 DISK_BYTES = 1 << 30

@@ -29,7 +29,7 @@ from kvtier.inspect import Finding, Level
 from kvtier.system import memory as room
 from kvtier.system.disk import Disk, mounted
 from kvtier.system.numa import Topology
-from kvtier.testing.media import make_memory_folder
+from kvtier.testing.subject import make_memory_folder
 from kvtier.vllm.hooks import source_check, versions
 from kvtier.vllm.hooks.touch_points import TOUCH_POINTS
 
