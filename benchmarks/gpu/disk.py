@@ -21,7 +21,7 @@ from kvtier.chain.context import ChainContext
 from kvtier.chain.tier_chain import TierChain
 from kvtier.device.copier import CopyJob
 from kvtier.device.cuda.device import open_copier
-from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
+from kvtier.device.direct import DirectAccess, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import TransferKind

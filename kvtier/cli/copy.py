@@ -29,8 +29,7 @@ from kvtier.cli.inspect import (
     say_two_names,
     troubles_of,
 )
-from kvtier.cli.selection import Choice, ChoiceReader, choose
-from kvtier.cli.sink import Copied, Pace, open_sink
+from kvtier.cli.sink import Choice, ChoiceReader, Copied, Pace, choose, open_sink
 from kvtier.config import StackConfig, load
 from kvtier.errors import BackendError, ConfigError, KVTierError, NotWritable
 from kvtier.inspect import Depth, Filling, Reach

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.config.stack_config import StackConfig
+from kvtier.config.loader import StackConfig
 from kvtier.interfaces.backend import backend
 from kvtier.settings import TierSettings, schema_hook, show_hook
 

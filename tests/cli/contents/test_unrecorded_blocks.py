@@ -22,8 +22,7 @@ from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import app
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of, look
-from kvtier.cli.selection import ChoiceReader, choose
-from kvtier.cli.sink import Copied, Pace, open_sink
+from kvtier.cli.sink import ChoiceReader, Copied, Pace, choose, open_sink
 from kvtier.config import load
 from kvtier.inspect import Depth, Reporter
 from kvtier.testing.subject import NAMESPACE, make_keys

@@ -21,8 +21,7 @@ from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of
-from kvtier.cli.selection import Choice, ChoiceReader
-from kvtier.cli.sink import Copied, Pace, Sink, open_sink
+from kvtier.cli.sink import Choice, ChoiceReader, Copied, Pace, Sink, open_sink
 from kvtier.config import load
 from kvtier.core.slab import layout
 from kvtier.inspect.filling import ROW
