@@ -24,9 +24,9 @@ from kvtier.cli.signals import ENDING
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.settings import ByteSize
 from kvtier.system.disk import Disk
+from kvtier.vllm import tiny_model
 from kvtier.vllm.hooks.versions import installed
-from kvtier.vllm.serving import tiny_model
-from kvtier.vllm.serving.server_process import NotStarted, Server
+from kvtier.vllm.server_process import NotStarted, Server
 
 app = options.new_app()
 
