@@ -268,7 +268,7 @@ class Copied(msgspec.Struct):
         return 0 < self.asked == self.gone
 
 
-class Pace:
+class RateLimit:
     """Keeps a copy below so many bytes a second."""
 
     def __init__(
@@ -300,7 +300,7 @@ class Sink:
         mover: Mover,
         reader: ChoiceReader,
         namespace: Namespace,
-        pace: Pace,
+        pace: RateLimit,
         filling: Filling[Any],
     ) -> None:
         self._tier = tier
@@ -498,7 +498,7 @@ def open_sink(
     filling: Filling[Any],
     namespace: Namespace,
     reader: ChoiceReader,
-    pace: Pace,
+    pace: RateLimit,
 ) -> Iterator[Sink]:
     """A tier that is to be filled, opened; the reader is closed with it."""
     sink: Sink | None = None
@@ -522,7 +522,9 @@ def open_sink(
             reader.close()
 
 
-def _open(filling: Filling[Any], namespace: Namespace, reader: ChoiceReader, pace: Pace) -> Sink:
+def _open(
+    filling: Filling[Any], namespace: Namespace, reader: ChoiceReader, pace: RateLimit
+) -> Sink:
     filling.check(namespace)
     tier, handler = filling.open(namespace)
     try:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from kvtier.device.copier import (
 from kvtier.device.direct import DirectLoader, DirectPath
 from kvtier.device.layout import describe
 from kvtier.device.pacing import EngineSteps, StorePace
+from kvtier.device.pinned import PinnedMemory
 from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
 from kvtier.device.records import Flags, RankRecords, up_to_wrong
 from kvtier.system.calls import Attempt, joined
@@ -274,19 +274,6 @@ def sealed(
 logger = logging.getLogger(__name__)
 
 
-class HostMemory(Protocol):
-    """Host memory that a device reaches faster once it is pinned: a `PinnedMemory`."""
-
-    def pin_first(self, stopping: threading.Event) -> None:
-        """Pin what an engine's start waits for."""
-
-    def pin_rest(self, stopping: threading.Event) -> object:
-        """Pin the rest beside it."""
-
-    def close(self) -> None:
-        """Unpin it; nothing may be copying any more."""
-
-
 class CudaCopier(DeviceCopier):
     """Moves records through a device's streams, both directions at once."""
 
@@ -298,7 +285,7 @@ class CudaCopier(DeviceCopier):
         device: Accelerator,
         *,
         threads: int = 4,
-        memory: HostMemory | None = None,
+        memory: PinnedMemory | None = None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
         steps: EngineSteps | None = None,
         clock: Callable[[], float] = time.monotonic,

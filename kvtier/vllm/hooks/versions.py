@@ -95,7 +95,7 @@ def warn_if_untested(version: str) -> None:
 
 
 @functools.cache
-def touch_points(version: str) -> list[Finding]:
+def touch_points(version: str) -> list[TouchPointCheck]:
     """What is there, and what is not, in the installed vLLM of this version."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
@@ -123,24 +123,24 @@ Read = Callable[[str], str | None]
 _SIGNATURE = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
-class Finding(msgspec.Struct, frozen=True):
+class TouchPointCheck(msgspec.Struct, frozen=True):
     """What is wrong with one touch-point; nothing, if all of it is there."""
 
     point: TouchPoint
     moved: list[str]
 
 
-def check(read: Read, version: Version) -> list[Finding]:
+def check(read: Read, version: Version) -> list[TouchPointCheck]:
     """All touch-points of this version of vLLM."""
     sources = Sources(read)
     return [
-        Finding(point, list(sources.lacks(point)))
+        TouchPointCheck(point, list(sources.lacks(point)))
         for point in TOUCH_POINTS
         if point.since <= version <= point.until
     ]
 
 
-def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def as_lines(findings: Sequence[TouchPointCheck]) -> Iterator[str]:
     """A line for each touch-point that is there, and for each that has moved what a port needs."""
     for finding in findings:
         point = finding.point
@@ -156,7 +156,7 @@ def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
     yield f"{len(findings) - moved} of {len(findings)} touch-points are there as expected"
 
 
-def as_data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def as_data(findings: Sequence[TouchPointCheck]) -> list[dict[str, Any]]:
     """The same, for JSON."""
     told = ("target", "used_by", "why", "upstream")
     return [

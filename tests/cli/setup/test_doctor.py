@@ -300,7 +300,7 @@ def test_nodes_are_told_where_there_are_several(monkeypatch: pytest.MonkeyPatch)
 def test_a_vllm_by_what_it_has(
     version: str, moved: list[str] | None, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [versions.Finding(TOUCH_POINTS[0], moved or [])]
+    points = [versions.TouchPointCheck(TOUCH_POINTS[0], moved or [])]
     monkeypatch.setattr(versions, "version", lambda name: version)
     monkeypatch.setattr(versions, "touch_points", lambda found: points)
     (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]
