@@ -1,7 +1,7 @@
 """All that kvtier touches of vLLM without a promise, an entry a class or module of vLLM's.
 
 `kvtier doctor --vllm`, the start of an engine and `make vllm-drill` compare the table with the
-sources of a vLLM (source_check.py). A test compares it with the files of this folder.
+sources of a vLLM (versions.py). A test compares it with the files of this folder.
 """
 
 from __future__ import annotations

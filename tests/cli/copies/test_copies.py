@@ -21,8 +21,7 @@ from kvtier import Stack
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of
-from kvtier.cli.selection import Choice, ChoiceReader
-from kvtier.cli.sink import Copied, Pace, Sink, open_sink
+from kvtier.cli.sink import Choice, ChoiceReader, Copied, RateLimit, Sink, open_sink
 from kvtier.config import load
 from kvtier.core.slab import layout
 from kvtier.inspect.filling import ROW
@@ -283,7 +282,9 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
         NvmeTier, "prepare_store", lambda tier, keys, *, evict: take(tier, keys[:4], evict=evict)
     )
     result = Copied(NAMESPACE.id)
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), RateLimit(None)
+    ) as sink:
         sink.fill([(make_keys(100), list(range(100)))], result, Progress("", 0, ""))
     assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
 
@@ -307,7 +308,9 @@ def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> 
             sink._settle(result, bar)
         sink._tier.forget(keys[:3])
 
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), RateLimit(None)
+    ) as sink:
         sink.fill(pieces(sink), result, bar)
     assert (result.copied, result.not_stored) == (5, 3)
     assert result.bytes == sum(len(payload(key)) for key in keys[3:])
@@ -324,7 +327,7 @@ def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
 class TestPace:
     def test_so_many_bytes_a_second(self) -> None:
         clock = Clock(100.0)
-        pace = Pace(1000, clock.sleep, clock)
+        pace = RateLimit(1000, clock.sleep, clock)
         for _ in range(4):
             pace.spend(500)
         assert clock.now == pytest.approx(102)
@@ -334,7 +337,7 @@ class TestPace:
         assert clock.now == pytest.approx(164)
 
     def test_as_fast_as_it_goes(self) -> None:
-        pace = Pace(None, lambda seconds: pytest.fail("nobody asked to wait"))
+        pace = RateLimit(None, lambda seconds: pytest.fail("nobody asked to wait"))
         pace.spend(1 << 40)
 
     @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
@@ -359,7 +362,7 @@ class TestPace:
                 return [Outcome.OK] * len(keys)
 
         result = Copied("")
-        pace = Pace(rate, clock.sleep, clock)
+        pace = RateLimit(rate, clock.sleep, clock)
         with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Source(), pace) as sink:
             pieces = [
                 (keys[at : at + sink.piece], list(range(at, min(count, at + sink.piece))))
