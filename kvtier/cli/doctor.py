@@ -20,14 +20,14 @@ from kvtier.config import LoadPolicy, StackConfig, load
 from kvtier.config.loader import machine, rates_folder, stack_of
 from kvtier.cost.rates import SavedRates
 from kvtier.cost.saved_rates import rates_in
-from kvtier.device.direct.kvikio_driver import probe as probe_gds
+from kvtier.device.direct import probe as probe_gds
 from kvtier.errors import ConfigError, KVTierError, describe_error
 from kvtier.inspect import Depth, Finding, Level
 from kvtier.interfaces.backend import backend
 from kvtier.settings import Gds, WritePolicy
-from kvtier.system.numa import Topology
+from kvtier.system.memory import Topology
 from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.source_check import as_data, as_lines
+from kvtier.vllm.hooks.versions import as_data, as_lines
 
 app = options.new_app()
 

@@ -14,16 +14,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvtier.cli import console, options
 from kvtier.cli.inspect import unusable_here
 from kvtier.cli.signals import EXIT_INTERRUPTED
-from kvtier.config import load
+from kvtier.config import StackConfig, load
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.move.process_main import die_with
 from kvtier.vllm.hooks.versions import SERVER, installed, known_flags
@@ -60,15 +60,26 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="A folder, or a name on the Hugging Face hub.")
     ],
     config: options.ConfigOption,
+    native: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.parse_size,
+            metavar="SIZE",
+            help="Keep blocks in vLLM's own CPU tier, of this size, and below it in the stack.",
+        ),
+    ] = None,
 ) -> None:
     """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
 
     Everything after `--` is passed on to vLLM unchanged.
     """
-    _check(config)
+    stack = _check(config)
     vllm = installed()
+    if native is not None and vllm.cpu:
+        raise ConfigError("--native", "vLLM's own tiering serves no CPU platform", "leave it out")
     flags = list(context.args)
-    command = server_command(model, config, flags)
+    tiering = None if native is None else secondary_tier(config, native, stack.chunk_tokens)
+    command = server_command(model, config, flags, tiering)
     check_flags(flags, known_flags())
     check_port(flags)
     prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
@@ -84,11 +95,12 @@ def serve(
     os.execv(sys.executable, command)
 
 
-def _check(config: Path) -> None:
+def _check(config: Path) -> StackConfig:
     """Refuse, before vLLM takes half a minute to start, what its engine would refuse."""
     stack = load(config)
     if errors := unusable_here(stack):
         raise ConfigErrors(errors)
+    return stack
 
 
 def check_flags(flags: Sequence[str], known: Collection[str]) -> None:
@@ -118,8 +130,11 @@ def check_port(flags: Sequence[str]) -> None:
                 raise ConfigError(f"--port {port}", "another process uses it", remedy) from None
 
 
-def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
-    """What runs vLLM's server with kvtier's connector and these flags of the user's."""
+def server_command(
+    model: str, config: Path, flags: Sequence[str], transfer: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What runs vLLM's server with kvtier's connector, or another that `transfer` states, and these
+    flags of the user's."""
     if model.startswith("-"):
         raise ConfigError(
             model, "stands where the model does", f"{_USAGE}: flags of vLLM's come behind the --"
@@ -140,13 +155,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
             "has vLLM use another connector instead of this stack, without a word",
             "leave it out: the stack's cpu tier says how much memory is used",
         )
-    transfer = {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"stack": str(config.absolute())},
-    }
+    transfer = transfer or _connector(config)
     command = [sys.executable, "-m", SERVER, _MODEL, model, _TRANSFER, json.dumps(transfer)]
     if _value(flags, _HASH) is None:
         command += [_HASH, "sha256_cbor"]
@@ -155,6 +164,32 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     if _value(flags, _GRACE) is None:
         command += [_GRACE, str(_GRACE_S)]  # else vLLM kills its engine before that closes anything
     return [*command, *flags]
+
+
+def _connector(config: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"stack": str(config.absolute())},
+    }
+
+
+def secondary_tier(config: Path, memory: int, chunk_tokens: int) -> dict[str, Any]:
+    """vLLM's own tiering, with the stack below its CPU tier."""
+    tier = {"type": "KVTierSecondary", "module_path": "kvtier.vllm.secondary"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": memory,
+            "block_size": chunk_tokens,
+            "secondary_tiers": [{**tier, "stack": str(config.absolute())}],
+        },
+    }
 
 
 def prepare_environment(

@@ -278,7 +278,6 @@ def test_help_shows_what_users_need() -> None:
     """Settings of measurements, and of what the repository generates, work unseen."""
     for words, hidden in (
         ("config schema", "--built-in"),
-        ("config reference", "--built-in"),
         ("plan", "--scale"),
         ("plan", "--block-tokens"),
         ("demo", "--layers"),

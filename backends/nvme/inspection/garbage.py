@@ -29,7 +29,7 @@ from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.inspection.offline_locks import has_live_owner, has_owner_now
 from kvtier.core.slab.slab_files import Slab
 from kvtier.inspect.contents import Garbage, size_below
-from kvtier.inspect.measuring import left_behind
+from kvtier.inspect.inspector import left_behind
 from kvtier.system.disk import Disk, is_locked
 
 

@@ -23,8 +23,8 @@ from kvtier.backends.nvme.inspection.garbage import remove_home
 from kvtier.cli import clear as gc
 from kvtier.cli.inspect import look
 from kvtier.config import load
-from kvtier.inspect import measuring
-from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.inspect import inspector
+from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -328,8 +328,8 @@ class TestAnotherWasQuicker:
         monkeypatch.setattr(cpu_garbage, "leftovers", lambda *_: [gone])
         bench = tmp_path / "disk" / f"{BENCH_MARK}1"
         bench.mkdir()
-        lives = measuring._lives
-        monkeypatch.setattr(measuring, "_lives", lambda path: bench.rmdir() or lives(path))
+        lives = inspector._lives
+        monkeypatch.setattr(inspector, "_lives", lambda path: bench.rmdir() or lives(path))
         assert list(gc.find_garbage(places, None)) == []
 
     def test_it_goes_while_it_is_looked_at(

@@ -23,8 +23,7 @@ from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli import sink as sinks
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of
-from kvtier.cli.selection import Choice, ChoiceReader
-from kvtier.cli.sink import Copied, Pace, Sink, open_sink
+from kvtier.cli.sink import Choice, ChoiceReader, Copied, RateLimit, Sink, open_sink
 from kvtier.config import load
 from kvtier.core.slab import layout
 from kvtier.inspect.filling import ROW
@@ -294,7 +293,9 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
         NvmeTier, "prepare_store", lambda tier, keys, *, evict: take(tier, keys[:4], evict=evict)
     )
     result = Copied(NAMESPACE.id)
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), RateLimit(None)
+    ) as sink:
         sink.fill([(make_keys(100), list(range(100)))], result, Progress("", 0, ""))
     assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
 
@@ -318,7 +319,9 @@ def test_a_store_that_is_away_for_a_moment_gets_all_the_same(
     monkeypatch.setattr(sinks, "OUTAGE_S", outage_s)
     monkeypatch.setattr(sinks, "AGAIN_S", 0.0)
     keys, result = make_keys(40), Copied(NAMESPACE.id, asked=40)
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), RateLimit(None)
+    ) as sink:
         pieces = [(keys[at : at + 8], list(range(at, at + 8))) for at in range(0, 40, 8)]
         sink.fill(pieces, result, Progress("", 0, ""))
     assert result.copied + result.not_stored == 40
@@ -337,7 +340,9 @@ def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> 
             sink._settle(result, bar)
         sink._tier.forget(keys[:3])
 
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), RateLimit(None)
+    ) as sink:
         sink.fill(pieces(sink), result, bar)
     assert (result.copied, result.not_stored) == (5, 3)
     assert result.bytes == sum(len(payload(key)) for key in keys[3:])
@@ -354,7 +359,7 @@ def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
 class TestPace:
     def test_so_many_bytes_a_second(self) -> None:
         clock = Clock(100.0)
-        pace = Pace(1000, clock.sleep, clock)
+        pace = RateLimit(1000, clock.sleep, clock)
         for _ in range(4):
             pace.spend(500)
         assert clock.now == pytest.approx(102)
@@ -364,7 +369,7 @@ class TestPace:
         assert clock.now == pytest.approx(164)
 
     def test_as_fast_as_it_goes(self) -> None:
-        pace = Pace(None, lambda seconds: pytest.fail("nobody asked to wait"))
+        pace = RateLimit(None, lambda seconds: pytest.fail("nobody asked to wait"))
         pace.spend(1 << 40)
 
     @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
@@ -389,7 +394,7 @@ class TestPace:
                 return [Outcome.OK] * len(keys)
 
         result = Copied("")
-        pace = Pace(rate, clock.sleep, clock)
+        pace = RateLimit(rate, clock.sleep, clock)
         with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Source(), pace) as sink:
             pieces = [
                 (keys[at : at + sink.piece], list(range(at, min(count, at + sink.piece))))

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler.simulated import simulate
 
 from benchmarks.eviction.replay import replay
 from kvtier import amounts
 from kvtier.cli.expectations import read_shape, shape_of
-from kvtier.cli.trace_simulation import Request, TierPlan
+from kvtier.cli.trace_simulation import Request, TierPlan, simulate
 from kvtier.errors import ConfigError
 from kvtier.eviction import create_policy
 from kvtier.settings import Admission, WritePolicy
