@@ -29,7 +29,7 @@ from kvtier.backends.cpu.memory import no_huge_pages
 from kvtier.errors import KVTierError, MediumInUse
 from kvtier.inspect import Finding, Garbage, Level, Reach
 from kvtier.inspect.contents import of_file, size_below, standing
-from kvtier.inspect.measuring import refuse_without_room
+from kvtier.inspect.inspector import refuse_without_room
 from kvtier.interfaces.backend import TierContext
 from kvtier.settings import ByteSize, Capacity, Duration, Persistence, WritePolicy
 from kvtier.slab.files import held, used_bytes

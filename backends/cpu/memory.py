@@ -25,7 +25,6 @@ import numpy.typing as npt
 from kvtier.record.record import Buffer
 from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at, read_entries
 from kvtier.system import memory as memory_limits
-from kvtier.system import numa
 from kvtier.system.disk import mounted
 from kvtier.system.memory import address_of, populate
 
@@ -184,14 +183,14 @@ class NewMemory:
                 with contextlib.suppress(OSError):
                     mapping.madvise(mmap.MADV_HUGEPAGE)
             if self._huge_pages or self._serving:
-                topology = numa.Topology()
+                topology = memory_limits.Topology()
                 cores = {core for node in self._near for core in topology.cores(node)}
                 populate(view, f"taking CPU memory in {self._path}", cores)
 
     def _place(self, view: Buffer) -> None:
         """Choose the nodes that it will come from."""
-        reason = numa.place(view, self._near)
-        where = f"{numa.describe(self._near)}, beside the GPUs"
+        reason = memory_limits.place(view, self._near)
+        where = f"{memory_limits.describe(self._near)}, beside the GPUs"
         if reason is None:
             logger.info("CPU memory in %s lies on NUMA %s", self._path, where)
         else:

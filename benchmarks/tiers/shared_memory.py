@@ -34,8 +34,7 @@ from kvtier.errors import NotResident
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import Header, record_bytes, seal
 from kvtier.settings import Capacity, Persistence
-from kvtier.testing.media import make_memory_folder
-from kvtier.testing.subject import blank, prove
+from kvtier.testing.subject import blank, make_memory_folder, prove
 from kvtier.types import BlockKey, Namespace, Outcome, Presence, block_key
 
 ENGINES = 4

@@ -15,8 +15,7 @@ from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.core.retained.retaining_policy import RetainingPolicy
 from kvtier.errors import NotResident
 from kvtier.eviction import UNKNOWN, EvictionPolicy
-from kvtier.interfaces.events import Events
-from kvtier.interfaces.tier import Tier
+from kvtier.interfaces.tier import Events, Tier
 from kvtier.slab import layout
 from kvtier.slab.layout import runs
 from kvtier.slab.recovery import Slots, Survivors, Times, Uses

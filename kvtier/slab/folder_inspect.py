@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -29,7 +30,7 @@ from kvtier.inspect.contents import (
     size_below,
     standing,
 )
-from kvtier.inspect.measuring import BENCH_MARK, left_behind
+from kvtier.inspect.inspector import BENCH_MARK, left_behind
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, TierSettings, WritePolicy
@@ -231,7 +232,12 @@ def _but_slabs(
 ) -> Iterator[Garbage]:
     yield from left_behind(root)
     rights = os.R_OK | os.W_OK | os.X_OK
-    ours = [home for home in sorted(homes(root)) if os.access(home, rights)]
+    ours: list[Path] = []
+    for home in sorted(homes(root)):
+        with troubled():
+            if not os.access(home, rights):
+                raise PermissionError(errno.EACCES, "no right to remove anything here", str(home))
+            ours.append(home)
     for home in ours:
         with troubled():
             yield from _left_by_the_dead(root, home)

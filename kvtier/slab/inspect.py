@@ -21,8 +21,7 @@ from kvtier.core.retained import kept_file
 from kvtier.errors import FormatError, KVTierError, NewerFormat, describe_error
 from kvtier.inspect.contents import Block, Cell, Contents, Hold, InspectorContext, Part, read_file
 from kvtier.inspect.filling import ROW, Rows, Source, TierOpener
-from kvtier.inspect.inspector import Inspector
-from kvtier.inspect.proofs import Proof, Prover, Verdict, judge
+from kvtier.inspect.inspector import Inspector, Proof, Prover, Verdict, judge
 from kvtier.record.record import Buffer
 from kvtier.settings import TierSettings
 from kvtier.slab.layout import (
@@ -57,7 +56,8 @@ class Slab(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        return self.engine or self.owner
+        """The engine that has it, where marks tell; else as its files are called."""
+        return self.engine or self.table.stem
 
     @property
     def namespace(self) -> str:

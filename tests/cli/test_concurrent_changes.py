@@ -15,7 +15,7 @@ from kvtier.cli import clear as gc
 from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.errors import MediumInUse
-from kvtier.inspect.measuring import BENCH_MARK, holding
+from kvtier.inspect.inspector import BENCH_MARK, holding
 from kvtier.slab.files import hold_owner
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 

@@ -270,3 +270,17 @@ def test_what_the_library_warns_of_looks_like_the_rest(filled: Path, tmp_path: P
         0,
         f"kvtier: {table} goes: it is damaged, or of another version\n",
     )
+
+
+def test_help_shows_what_users_need() -> None:
+    """Settings of measurements, and of what the repository generates, work unseen."""
+    for words, hidden in (
+        ("config schema", "--built-in"),
+        ("plan", "--scale"),
+        ("plan", "--block-tokens"),
+        ("demo", "--layers"),
+        ("demo", "--hidden"),
+    ):
+        done = command(*words.split(), "--help")
+        assert done.code == 0
+        assert hidden not in done.out

@@ -25,7 +25,7 @@ from kvtier.cli import clear as gc
 from kvtier.cli.inspect import look
 from kvtier.config import load
 from kvtier.inspect import Proof, Reporter
-from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.record.record import Header
 from kvtier.settings import Duration, WritePolicy
 from kvtier.slab import layout

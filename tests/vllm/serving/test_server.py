@@ -21,7 +21,7 @@ from engines.world import World, flip
 
 from kvtier.backends.cpu.medium import engine_of
 from kvtier.slab.files import held
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm.server_process import Server
 
 DOCS = Path(__file__).parents[3] / "docs"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
