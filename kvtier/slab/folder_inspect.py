@@ -235,9 +235,10 @@ def _but_slabs(
     ours: list[Path] = []
     for home in sorted(homes(root)):
         with troubled():
-            if not os.access(home, rights):
+            if os.access(home, rights):
+                ours.append(home)
+            elif os.access(home, rights & ~os.W_OK) and any(_left_by_the_dead(root, home)):
                 raise PermissionError(errno.EACCES, "no right to remove anything here", str(home))
-            ours.append(home)
     for home in ours:
         with troubled():
             yield from _left_by_the_dead(root, home)
