@@ -11,10 +11,10 @@ from kvtier.backends.nvme.medium import NvmeHandler, NvmeSpec
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.backends.nvme.wear import leases_of
-from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.errors import ConfigError, NotWritable
 from kvtier.eviction import create_policy, policy_class
 from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.interfaces.write_budget import BURST_S
 from kvtier.record.record import record_bytes
 from kvtier.settings import (
     ByteSize,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.backends.nvme.wear import WriteMeter
-from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.eviction import EvictionPolicy
 from kvtier.interfaces.handler import own_spec
+from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.slab.folder_tier import FolderTier
 from kvtier.slab.keeper import Keeper
 from kvtier.slab.layout import SLOT_BITS, SLOT_MASK

@@ -15,17 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.chain.store import AHEAD_BLOCKS_MAX
-from kvtier.core.retained import kept_file
-from kvtier.core.retained.kept_list import KeptList
-from kvtier.core.retained.retained_blocks import BLOCKS_MAX, RetainedBlocks
 from kvtier.errors import FormatError
 from kvtier.eviction import EvictionPolicy
-from kvtier.slab import layout
+from kvtier.eviction.retention import BLOCKS_MAX, RetainedBlocks
+from kvtier.slab import layout, retention_list
 from kvtier.slab.catalogue import SlabTier
 from kvtier.slab.files import SlabFile, list_files, list_path, pins_path
 from kvtier.slab.keeper import Keeper
 from kvtier.slab.numbering import Copies, Place, Places
 from kvtier.slab.recovery import give_back_memory
+from kvtier.slab.retention_list import KeptList
 from kvtier.slab.watch import SlabUpdate
 from kvtier.types import BlockKey, EventKind, Outcome, TierStats
 
@@ -122,7 +121,7 @@ class RetentionFiles:
         """Retain what engines of the namespace have, and what is pinned."""
         for path in list_files(self._folder.home):
             try:
-                self._retained.restore(kept_file.read(path, self._folder.namespace.digest))
+                self._retained.restore(retention_list.read(path, self._folder.namespace.digest))
             except (FormatError, OSError) as error:
                 self._warn(f"{path} does not say what is retained: {error}")
         self._begin_with_pins()
@@ -156,7 +155,7 @@ class RetentionFiles:
             return
         self._read_stamp = seen
         try:
-            self._read = kept_file.read_pins(path, self._folder.namespace.digest)
+            self._read = retention_list.read_pins(path, self._folder.namespace.digest)
         except (FormatError, OSError) as error:
             self._warn(f"{path} does not say what is pinned: {error}")
 

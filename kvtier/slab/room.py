@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.core.retained import kept_file
 from kvtier.errors import FormatError
 from kvtier.settings import ByteSize
+from kvtier.slab import retention_list
 from kvtier.slab.files import (
     DATA_SUFFIX,
     SAID_BYTES,
@@ -77,7 +77,7 @@ def _kept(home: Path) -> set[BlockKey]:
     now = time.time()
     for path in (*list_files(home), pins_path(home)):
         with contextlib.suppress(FormatError, OSError):
-            for blocks in kept_file.read(path, bytes.fromhex(home.name)).values():
+            for blocks in retention_list.read(path, bytes.fromhex(home.name)).values():
                 found.update(key for key, until in blocks.items() if until > now)
     return found
 
