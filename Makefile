@@ -297,17 +297,19 @@ dist: $(STAMP) $(DIST_STAMP)
 	$(PYTHON) -m venv --without-pip $(DIST_MADE)/venv
 	grep --only-matching '^[a-zA-Z0-9._-]*==[^ ]*' requirements.lock > $(DIST_MADE)/constraints.txt
 	$(DIST_BIN)/pip --python $(DIST_MADE)/venv install --quiet --constraint $(DIST_MADE)/constraints.txt dist/*.whl
+	rm $(DIST_MADE)/venv/lib/python3*/site-packages/kvtier-*/direct_url.json  # this folder's path
 	$(DIST_BIN)/cyclonedx-py environment --output-reproducible --output-file $(DIST_MADE)/sbom.json $(DIST_MADE)/venv
-	cp $(DIST_MADE)/sbom.json $$(echo dist/*.tar.gz | sed 's/.tar.gz$$/.cdx.json/')
-	cd dist && sha256sum -- * > $(CURDIR)/$(DIST_MADE)/sums && cp $(CURDIR)/$(DIST_MADE)/sums SHA256SUMS && cat SHA256SUMS
+	cd dist && cp ../$(DIST_MADE)/sbom.json "$$(basename *.tar.gz .tar.gz).cdx.json"
+	cd dist && sha256sum *.whl *.tar.gz *.json > SHA256SUMS && cat SHA256SUMS
 
 # `kvtier demo` by the wheel in dist/, in an environment of its own that borrows vLLM's packages.
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
 dist-demo: $(VLLM_STAMP)
 	rm -rf $(DIST_MADE)/demo && mkdir -p $(DIST_MADE)/demo/home
 	$(VLLM_BIN)/python -m venv $(DIST_MADE)/demo/venv
-	$(DIST_MADE)/demo/venv/bin/pip install --quiet dist/*.whl
-	$(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> $$($(DIST_MADE)/demo/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	$(DIST_MADE)/demo/venv/bin/pip install --quiet --no-deps dist/*.whl
+	$(VLLM_BIN)/python $(SITE) > $$($(DIST_MADE)/demo/venv/bin/python $(SITE))/vllm.pth
 	cd $(DIST_MADE)/demo/home && HOME=$$PWD ../venv/bin/kvtier demo
 
 $(DIST_STAMP):
