@@ -283,7 +283,7 @@ DIST_BIN   := .venv-dist/bin
 DIST_MADE  := build/dist
 
 dist: $(STAMP) $(DIST_STAMP)
-	@git diff --quiet HEAD || echo "what is not committed is left out"
+	@[ -z "$$(git status --porcelain)" ] || echo "what is not committed is left out"
 	rm -rf dist $(DIST_MADE) && mkdir -p $(DIST_MADE)/source
 	git archive HEAD | tar --extract --directory $(DIST_MADE)/source
 	$(DIST_BIN)/validate-pyproject $(DIST_MADE)/source/pyproject.toml
