@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as Made
 from typing import Any
@@ -223,7 +224,8 @@ def test_the_connector_above_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first, ours = Made(kv_transfer_config="first"), Made(kv_transfer_config="ours")
 
-    def look(config: Any) -> list[Any]:
+    def look(config: Any, role: Any, kv_cache_config: Any) -> list[Any]:
+        assert construction.under_construction() == (config, kv_cache_config)
         return construction.transfer_configs(ours)
 
     monkeypatch.setattr(construction, "_watched", False)
@@ -232,8 +234,9 @@ def test_the_connector_above_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVConnectorFactory, "create_connector", look)
     construction.watch_construction()
     construction.watch_construction()
-    assert KVConnectorFactory.create_connector(first) == ["ours", "first"]
-    assert KVConnectorFactory.create_connector(ours) == ["ours"]
+    create = partial(KVConnectorFactory.create_connector, role="SCHEDULER", kv_cache_config="kv")
+    assert create(first) == ["ours", "first"]
+    assert create(ours) == ["ours"]
     assert construction.transfer_configs(ours) == ["ours"], "none is under construction"
 
 
