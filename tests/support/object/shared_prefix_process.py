@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
-from kvtier.backends.object.housekeeping import gc
+from kvtier.backends.object.inspection import garbage as gc
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import record_bytes
 from kvtier.settings import Duration, TierSettings
