@@ -114,6 +114,8 @@ class Keeper:
         )
         self._offered: OfferedBlocks = lambda: iter(())
         self._next_look = self._next_audit = 0.0
+        self._no_audit_before = 0.0
+        """After one that failed."""
         self._next_resync = 0.0
         self._soon = False
         self._unseen_looks = 0
@@ -250,9 +252,10 @@ class Keeper:
         now = self._steady()
         hopeless = isinstance(error, EndlessListing | StoreFull)
         wait_s = self.limits.audit_s if hopeless else min(took_s, self.limits.audit_s)
-        self._next_look = now + max(self.limits.refresh_s, min(took_s, self.limits.audit_s))
+        looked_s = max(self.limits.refresh_s, min(took_s, self.limits.audit_s))
+        self._next_look = max(self._next_look, now + looked_s)
         if self._next_audit <= now:
-            self._next_audit = max(self._next_look, now + wait_s)
+            self._next_audit = self._no_audit_before = max(self._next_look, now + wait_s)
         expected = isinstance(error, StoreError) and not isinstance(error, EndlessListing)
         if expected or type(error) in self._logged:
             _log.debug("object tier: %s", error)
@@ -280,7 +283,11 @@ class Keeper:
         report = self._lease.look()
         acquired = report is None and self._lease.acquire()
         if acquired or (self._lease.held and self.caretaker is None):
-            self._begin_term()
+            try:
+                self._begin_term()
+            except EndlessListing:
+                self._next_look = self._steady() + self.limits.audit_s
+                raise
         if self._lease.held and self.caretaker is not None:
             report = self.caretaker.round()
         else:
@@ -321,7 +328,8 @@ class Keeper:
         self.budget.capacity = report.capacity
         caretaker = self.caretaker
         if caretaker is not None and caretaker.needs_audit:
-            self._next_audit = min(self._next_audit, self._steady())
+            soon = max(self._steady(), self._no_audit_before)
+            self._next_audit = min(self._next_audit, soon)
         seen = report.seen.get(self._name.writer)
         if seen is None or not report.measured:
             self.budget.grant(0, seen=-1 if seen is None else seen, until=0.0)
@@ -352,9 +360,9 @@ class Keeper:
         offered = self._offered_prints()
         prints = fingerprints(state, state["generation"])
         added = state["kind"] == ADDED
-        # what was added lately always counts: the tier may offer another object of the same block,
-        # or may have offered it only when it was asked
-        lately = added & (state["time_us"] + _LATELY_US > int(self._clock() * 1e6))
+        # what is new always counts: the tier may offer another object of the same block, or may
+        # have offered it only when it was asked, or has yet to take in that it was there
+        lately = state["time_us"] + _LATELY_US > int(self._clock() * 1e6)
         changed = (is_among(prints, offered) != added) | lately
         if not self.catalogued:
             changed |= ~added  # whose names must not be used again

@@ -56,12 +56,33 @@ class Endless:
         self.pages = 0
         self._requests = count()
         self._number = count()
+        self._objects: dict[bytes, bytes] = {}
+
+    def _serve_object(self, peer: Peer, head: bytes, body: bytes) -> None:
+        verb, path = head.split(b" ")[:2]
+        if verb == b"PUT":
+            refused = b"if-none-match" in head.lower() and path in self._objects
+            self._objects[path] = self._objects[path] if refused else body
+            peer.sendall(answer(412 if refused else 200))
+        elif verb == b"GET" and path in self._objects:
+            peer.sendall(answer(200, self._objects[path]))
+        else:
+            peer.sendall(answer(404 if verb in (b"GET", b"HEAD") else 200))
 
     def serve(self, peer: Peer, head: bytes) -> None:
-        peer.read_body(head)
+        body = peer.read_body(head)
         if b"list-type=2" not in head:
-            peer.sendall(answer(200))
-        elif b"prefix=" in head:
+            self._serve_object(peer, head, body)
+        elif b"prefix=caretaker" in head:
+            held = {
+                path.partition(b"/caretaker/")[2]: len(at) for path, at in self._objects.items()
+            }
+            terms = ((f"caretaker/{term.decode()}", size) for term, size in held.items() if term)
+            shown = "".join(ENTRY.format(key=name, size=size) for name, size in sorted(terms))
+            peer.sendall(answer(200, f"<ListBucketResult>{shown}</ListBucketResult>".encode()))
+        elif b"prefix=" in head or (
+            b"start-after=" in head and self.name is block and not self.breaks
+        ):
             peer.sendall(answer(200, b"<ListBucketResult></ListBucketResult>"))
         elif self.breaks and next(self._requests) % 2:
             peer.sendall(answer(500))
@@ -84,6 +105,7 @@ def endless() -> Endless:
 def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(retry, "LISTED_MAX", 2500)
     monkeypatch.setattr(store, "NAMESPACES_MAX", 20)
+    monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 20)
     with HostileServer(endless.serve) as server:
         opened = open_store(
             "s3://bucket",
