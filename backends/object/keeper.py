@@ -27,7 +27,7 @@ from kvtier.backends.object.budget import Budget, clock
 from kvtier.backends.object.caretaker import Caretaker, Limits
 from kvtier.backends.object.gil_yield import CHUNK, GilYield
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.lease import Lease, Presence, Report
+from kvtier.backends.object.lease import Lease, LeaseLost, Presence, Report
 from kvtier.backends.object.manifests import (
     ADDED,
     REMOVED,
@@ -144,7 +144,7 @@ class Keeper:
             with contextlib.suppress(StoreFull):
                 self._look()
                 if self.caretaker is not None:
-                    with contextlib.suppress(Unfinished):  # the rest is listed later
+                    with contextlib.suppress(Unfinished, LeaseLost):  # the rest is listed later
                         self._audit(stop_at=time.monotonic() + _OPEN_S)
 
     def start(self) -> None:
@@ -289,7 +289,7 @@ class Keeper:
                 self._next_look = self._steady() + self.limits.audit_s
                 raise
         if self._lease.held and self.caretaker is not None:
-            report = self.caretaker.round()
+            report = self._round(self.caretaker)
         else:
             self.caretaker = None
         if not self._backlogged:
@@ -300,6 +300,13 @@ class Keeper:
             self.catalogued, self._next_resync = False, 0.0  # all is read again when it asks
         if report is not None:
             self._take_share(report)
+
+    def _round(self, caretaker: Caretaker) -> Report | None:
+        try:
+            return caretaker.round()
+        except LeaseLost:  # the store is slow, or we were asleep: another takes over, or we again
+            self.caretaker = None
+            return None
 
     def _read_news(self, *, relayed: bool) -> None:
         if self.caretaker is None:

@@ -202,6 +202,8 @@ class Lease:
             self._sleep(_SETTLE_S)
             if not self._is_ours(name):
                 return False
+            began = self.clock()
+            self._put(name, self._body)
         self.term, self.held = term, True
         self._renewed_at, self._written_at = began, self.clock()
         self._observed, self._observed_at = (term,), began
