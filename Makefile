@@ -42,7 +42,7 @@ test: lint $(VLLM_STAMP)
 # An OpenAI-compatible server: make serve MODEL=... STACK=stack.yaml FLAGS="--port 8001"
 serve: $(VLLM_STAMP)
 	@if [ "$(MODEL)" = "$(VLLM_VENV)/models/small" ]; then \
-		$(VLLM_BIN)/python -m kvtier.vllm.serving.tiny_model $(MODEL) >/dev/null; fi
+		$(VLLM_BIN)/python -m kvtier.vllm.tiny_model $(MODEL) >/dev/null; fi
 	@exec $(VLLM_BIN)/kvtier serve "$(MODEL)" --config "$(STACK)" -- $(FLAGS)
 
 # A long prompt cold, warm, after the server was killed, and after the memory was lost, too.
@@ -66,7 +66,7 @@ fix: $(STAMP)
 # What is made from the types, and tested to be fresh.
 docs: $(STAMP)
 	$(BIN)/kvtier config schema --built-in > $(VENV)/made && mv $(VENV)/made configs/schema.json
-	$(BIN)/kvtier config reference --built-in > $(VENV)/made && mv $(VENV)/made docs/reference/configuration.md
+	$(BIN)/python tools/configuration_reference.py > $(VENV)/made && mv $(VENV)/made docs/reference/configuration.md
 
 # The pages as a site with search, in build/site; a dead link fails.
 docs-site:

@@ -66,7 +66,7 @@ def use(stack: Stack, dice: Random, blocks: int, seconds: float) -> tuple[int, i
     start = dice.randrange(len(universe))
     some = universe[start : start + 8]
     found = stack.load(some, seconds)
-    stored = stack.store(payloads([key for key in some if key not in found]))
+    stored = stack.store(payloads([key for key in some if key not in found]), seconds)
     if dice.random() < 0.3:  # else all would be found in memory
         stack.settle(0.2)
         stack.chain.tiers[0].forget(universe)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-UP_S = 300
+UP_S = 1800
+SAY_S = 30
 
 
 def get(url: str, body: object = None) -> str:
@@ -33,18 +34,20 @@ def get(url: str, body: object = None) -> str:
 
 
 def wait_until_up(server: str) -> None:
-    end = time.monotonic() + UP_S
-    waits = False
+    begin = time.monotonic()
+    say_at = 0.0
     while True:
         try:
             get(f"{server}/health")
             return
         except OSError as error:
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > UP_S:
                 sys.exit(f"no server answers at {server}: {error}")
-            if not waits:
-                print(f"waiting for {server}: its output shows its progress", file=sys.stderr)
-                waits = True
+            if waited >= say_at:
+                said = f"waiting for {server} ({waited:.0f} s): its output shows its progress"
+                print(said, file=sys.stderr)
+                say_at = waited + SAY_S
             time.sleep(0.5)
 
 

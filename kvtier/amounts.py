@@ -23,6 +23,14 @@ def duration(seconds: float) -> str:
     return "0 s" if seconds <= 0 else f"{seconds * 1e9:.0f} ns"
 
 
+def age(seconds: float) -> str:
+    """How old something is in whole units, like "5m", as kubectl says it."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= unit:
+            return f"{int(seconds // unit)}{name}"
+    return f"{max(0, int(seconds))}s"
+
+
 def rate(bytes_per_second: float) -> str:
     """Bytes a second, in the decimal units in which links and disks are sold."""
     return " ".join(_scaled(bytes_per_second / 1000, 1000, _RATES))

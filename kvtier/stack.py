@@ -4,8 +4,8 @@
         stack.store({key: payload})
         found = stack.load([key])
 
-Engines use `stack.chain`, which never blocks. `store` and `load` here are for everybody else: they
-wait until the bytes have moved.
+Engines use `stack.chain`, which never blocks. The methods here are for everybody else: they wait
+until the bytes have moved (docs/reference/library.md).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
@@ -25,6 +26,7 @@ from kvtier.amounts import size
 from kvtier.chain.context import ChainContext
 from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.ledger import Ticket
+from kvtier.chain.stats import ChainStats
 from kvtier.chain.tier_chain import TierChain
 from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
 from kvtier.config.loader import rate_owner, rates_folder
@@ -47,15 +49,7 @@ from kvtier.record.record import (
     verify_payload,
 )
 from kvtier.system.calls import close_all
-from kvtier.types import (
-    GROUP_BYTES,
-    KEY_BYTES_MAX,
-    BlockKey,
-    Namespace,
-    Outcome,
-    Presence,
-    Reservation,
-)
+from kvtier.types import BlockKey, Namespace, Outcome, Presence, Reservation, checked_keys
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +62,20 @@ _NAME_IN_USE = (
 )
 _WAIT_S = 0.05
 _PIECE = 256
+UNSETTLED_KEPT = 1 << 16
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What `Stack.settle` has found. It is true if all has been written and nothing was lost."""
+
+    done: bool
+    """Whether nothing was left to write, before the time was over."""
+    lost: Sequence[BlockKey]
+    """Of the last 65,536 blocks that were stored since `settle` was done before: those that no
+    tier holds, because it could not be written, or was evicted."""
+
+    def __bool__(self) -> bool:
+        return self.done and not self.lost
 
 
 class Stack:
@@ -109,6 +117,7 @@ class Stack:
             close_all([*opened, *tiers])
             raise
         self._requests = 0
+        self._unsettled = deque[BlockKey](maxlen=UNSETTLED_KEPT)
         self._process = os.getpid()
         self._closed = False
         self._turns = threading.RLock()  # a signal's handler may close what it interrupts
@@ -138,30 +147,68 @@ class Stack:
 
     # -- for callers that may wait ---------------------------------------------------------
 
-    def store(self, blocks: Mapping[BlockKey, bytes | Buffer]) -> list[BlockKey]:
-        """Put payloads into the first tier and start the cascade; says which were taken.
+    def store(
+        self, blocks: Mapping[BlockKey, bytes | Buffer], seconds: float = 60.0
+    ) -> list[BlockKey]:
+        """Put payloads into the first tier and start the cascade; says which were taken and are
+        held.
 
-        A payload has exactly the size that the namespace states for its group. Keys that are
-        resident already, and those without room, are left out.
+        A payload has exactly the size that the namespace states for its group. Where there is no
+        room without evicting a block that has still to be written down, the call waits for that.
+        Left out are keys that are resident already, and those without room within `seconds`.
         """
-        for key, payload in blocks.items():
-            if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
-                raise ValueError(f"a key of {len(key)} bytes: make keys with kvtier.block_key")
-            if len(payload) != self.namespace.payload_of(key):
+        keys = checked_keys(blocks)
+        for key in keys:
+            if len(blocks[key]) != self.namespace.payload_of(key):
                 raise ValueError(
-                    f"a payload of {len(payload)} bytes, where the namespace says "
+                    f"a payload of {len(blocks[key])} bytes, where the namespace says "
                     f"{self.namespace.payload_of(key)}"
                 )
+        end = time.monotonic() + seconds
+        stored: list[BlockKey] = []
+        for start in range(0, len(keys), _PIECE):
+            left = keys[start : start + _PIECE]
+            while left:
+                with self._turn(end) as mine:
+                    taken, left = self._store_some(left, blocks) if mine else ([], left)
+                stored += taken
+                if left and not taken:
+                    if time.monotonic() >= end:
+                        break
+                    self.mover.wait(_WAIT_S)  # in which others have their turn
+            if left:
+                break
+        self._unsettled.extend(stored)
+        with self._turn(end) as mine:
+            held = self.lookup(stored) if mine else stored
+        return [key for key in stored if key in held]
+
+    def _store_some(
+        self, keys: list[BlockKey], blocks: Mapping[BlockKey, bytes | Buffer]
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Store what there is room for; says what that is, and what has none yet."""
+        self.chain.poll()
+        count = self.chain.room_beside_unwritten(len(keys), new=True)
+        if not count:
+            return [], keys
+        taken = self._put(keys[:count], blocks)
+        rest = [key for key in keys[:count] if key not in set(taken)]
+        here = self.chain.tiers[0].lookup(rest)
+        self.chain.poll()
+        refused = [key for key, at in zip(rest, here, strict=True) if at is Presence.MISS]
+        return taken, refused + keys[count:]
+
+    def _put(
+        self, keys: Sequence[BlockKey], blocks: Mapping[BlockKey, bytes | Buffer]
+    ) -> list[BlockKey]:
         written: set[BlockKey] = set()
-        with self._turn():
-            reservation = self.chain.prepare_store(list(blocks))
-            try:
-                self._write(reservation, blocks, written)
-            finally:  # what cannot be written, as memory that is not of bytes, must keep no slot
-                if not self._closed:  # by a signal's handler, which may end this process
-                    lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
-                    self.chain.complete_store(reservation.keys, lost)
-            self.chain.poll()
+        reservation = self.chain.prepare_store(keys)
+        try:
+            self._write(reservation, blocks, written)
+        finally:  # what cannot be written, as memory that is not of bytes, must keep no slot
+            if not self._closed:  # by a signal's handler, which may end this process
+                lost = dict.fromkeys(set(reservation.keys) - written, Outcome.CANCELLED)
+                self.chain.complete_store(reservation.keys, lost)
         return reservation.keys
 
     def _write(
@@ -185,22 +232,35 @@ class Stack:
         """
         end = time.monotonic() + seconds
         payloads: dict[BlockKey, bytes] = {}
-        left = list(dict.fromkeys(keys))
+        left = checked_keys(keys)
         with self._turn(end) as mine:
             if not mine:
                 return {}
             self.chain.touch(left)
             while left and time.monotonic() < end:
                 piece, left = left[:_PIECE], left[_PIECE:]
-                while piece:
-                    found = self.chain.lookup(piece)
-                    hits = [key for key, at in zip(piece, found, strict=True) if at is Presence.HIT]
+                while piece and time.monotonic() < end:
+                    some, later = self._loadable(piece)
+                    found = self.chain.lookup(some)
+                    hits = [key for key, at in zip(some, found, strict=True) if at is Presence.HIT]
                     taken = self._fetch(hits, end, payloads)
-                    if not taken:
+                    if not taken and (some or not later):
                         break
                     # More than host memory has room for comes when the first have left.
                     piece = [key for key in piece if key not in taken]
         return payloads
+
+    def _loadable(self, keys: list[BlockKey]) -> tuple[list[BlockKey], set[BlockKey]]:
+        """Of the keys that are held those in host memory, and as many as there is room for beside
+        what is yet to be written down; and the others. Waits for some room if there is none."""
+        held = self.lookup(keys)
+        below = [key for key, medium in held.items() if medium != self.chain.medium]
+        later = set(below[self.chain.room_beside_unwritten(len(below), new=False) :])
+        some = [key for key in keys if key in held and key not in later]
+        if later and not some:
+            self.mover.wait(_WAIT_S)
+            self.chain.poll()
+        return some, later
 
     def _fetch(
         self, keys: Sequence[BlockKey], end: float, payloads: dict[BlockKey, bytes]
@@ -241,18 +301,59 @@ class Stack:
                 failed[key] = outcome
         return payloads, failed
 
-    def settle(self, seconds: float = 60.0) -> bool:
-        """Wait until the cascade has nothing left to do; says whether it got there in time."""
+    def settle(self, seconds: float = 60.0) -> Settled:
+        """Wait until all that was stored is written down; says whether it got there in time, and
+        what was lost on the way."""
         end = time.monotonic() + seconds
-        while not (settled := self._settled(end)) and time.monotonic() < end:
+        while True:
+            late = time.monotonic() >= end
+            with self._turn(end) as mine:
+                if mine:
+                    self.chain.poll()
+                    if self.chain.settled or late:
+                        return self._settled()
+                elif late:
+                    return Settled(False, [])
             self.mover.wait(_WAIT_S)  # in which others have their turn
-        return settled
 
-    def _settled(self, end: float) -> bool:
-        with self._turn(end) as mine:
-            if mine:
-                self.chain.poll()
-            return mine and self.chain.settled
+    def _settled(self) -> Settled:
+        done, stored = self.chain.settled, list(dict.fromkeys(self._unsettled))
+        held = self.lookup(stored)
+        if done:
+            self._unsettled.clear()
+        return Settled(done, [key for key in stored if key not in held])
+
+    def lookup(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
+        """The first medium that holds each of these, like "cpu"; what none holds is left out."""
+        left = checked_keys(keys)
+        found: dict[BlockKey, str] = {}
+        with self._turn():
+            for tier in self.chain.tiers:
+                answers = tier.lookup(left)
+                here = [key for key, at in zip(left, answers, strict=True) if at is Presence.HIT]
+                found |= dict.fromkeys(here, tier.medium)
+                left = [key for key in left if key not in found]
+        return found
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return bool(self.lookup([key]))
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these from every tier, for good. Slabs of a folder that other engines own keep what
+        they hold: it is only hidden from this stack."""
+        dropped = checked_keys(keys)
+        with self._turn():
+            self.chain.forget(dropped)
+            gone = set(dropped)
+            kept = [key for key in self._unsettled if key not in gone]
+            self._unsettled = deque(kept, UNSETTLED_KEPT)
+            for tier in self.chain.tiers:
+                tier.flush()
+
+    def stats(self) -> ChainStats:
+        """The counters and gauges of every tier, and of the ways between them."""
+        with self._turn():
+            return self.chain.chain_stats()
 
     def summary(self) -> str:
         """What each tier holds, and what it may hold."""

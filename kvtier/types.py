@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple, NewType, Self
 
 import msgspec
@@ -18,10 +18,27 @@ GROUP_BYTES = 4
 
 def block_key(block_hash: bytes, group: int = 0) -> BlockKey:
     """Join a block hash and a group index into the key that every tier uses."""
-    key = block_hash + group.to_bytes(GROUP_BYTES, "big")
-    if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
+    if not isinstance(block_hash, bytes):
+        raise TypeError(f"a block hash is bytes, as hashlib's digest(), not {block_hash!r:.40}")
+    if not 0 < len(block_hash) <= KEY_BYTES_MAX - GROUP_BYTES:
         raise ValueError(f"a block hash has 1 to {KEY_BYTES_MAX - GROUP_BYTES} bytes")
-    return BlockKey(key)
+    if not 0 <= group < GROUPS_MAX:
+        raise ValueError(f"the index of a cache group is 0 to {GROUPS_MAX - 1}, not {group}")
+    return BlockKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def checked_keys(keys: Iterable[object]) -> list[BlockKey]:
+    """Each of these once; raises if one could not come from `block_key`."""
+    if isinstance(keys, bytes | str):
+        raise TypeError("several keys are asked for: put a single one into a list")
+    found: dict[BlockKey, None] = {}
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise TypeError(f"{key!r:.40} is no key: make keys with kvtier.block_key")
+        if not GROUP_BYTES < len(key) <= KEY_BYTES_MAX:
+            raise ValueError(f"a key of {len(key)} bytes: make keys with kvtier.block_key")
+        found[BlockKey(key)] = None
+    return list(found)
 
 
 def group_of(key: BlockKey) -> int:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from vllm_wheel import download
 
-from kvtier.vllm.hooks.source_check import as_lines, check, wheel
-from kvtier.vllm.hooks.versions import numbers_of
+from kvtier.vllm.hooks.versions import as_lines, check, numbers_of, wheel
 
 
 def drill(path: Path) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.record.record import Buffer
-from kvtier.system import numa
+from kvtier.system import memory
 from kvtier.system.memory import populate
 
 logger = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ class Memory:
                 with contextlib.suppress(OSError):
                     mapping.madvise(mmap.MADV_HUGEPAGE)
             if self._huge_pages or self._serving:
-                topology = numa.Topology()
+                topology = memory.Topology()
                 cores = {core for node in self._near for core in topology.cores(node)}
                 populate(view, f"taking memory for the CPU region {self._path}", cores)
 
     def _place(self, view: Buffer) -> None:
         """Choose the nodes that it will come from."""
-        reason = numa.place(view, self._near)
-        where = f"{numa.describe(self._near)}, beside the GPUs"
+        reason = memory.place(view, self._near)
+        where = f"{memory.describe(self._near)}, beside the GPUs"
         if reason is None:
             logger.info("the CPU region %s lies on NUMA %s", self._path, where)
         else:

@@ -26,7 +26,7 @@ from engines.engine import Engine
 
 from benchmarks.engine.served import DTYPE, HOST, Served, folders
 from benchmarks.report import Report
-from kvtier.testing.media import SHARED
+from kvtier.testing.subject import SHARED
 
 TOKENS = [int(each) for each in os.environ.get("TOKENS", "1024,8193,8000").split(",")]
 LAYERS = int(os.environ.get("LAYERS", "16"))

@@ -15,8 +15,8 @@ from typing import Any
 import engines.engine
 from engines.engine import Engine
 
-from kvtier.testing.media import make_memory_folder
-from kvtier.vllm.serving import tiny_model
+from kvtier.testing.subject import make_memory_folder
+from kvtier.vllm import tiny_model
 
 HOST = Path(engines.engine.__file__).with_name("hosts") / "stopwatch.py"
 CPU_INFO = Path("/proc/cpuinfo")

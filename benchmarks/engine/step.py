@@ -21,7 +21,7 @@ from engines.stub import BLOCK_TOKENS, OWN, StubEngine, kvtier
 
 from benchmarks.engine.served import folders
 from benchmarks.report import Report
-from kvtier.vllm.serving import tiny_model
+from kvtier.vllm import tiny_model
 
 REQUESTS = [int(each) for each in os.environ.get("REQUESTS", "32,256").split(",")]
 TOKENS = [int(each) for each in os.environ.get("TOKENS", "2048,8192").split(",")]

@@ -12,8 +12,7 @@ from itertools import chain, islice
 from typing import ClassVar
 
 from kvtier.eviction import UNKNOWN, EvictionPolicy, create_policy, policy_names
-from kvtier.eviction.lru import NOWHERE, ListPolicy, SlotLists
-from kvtier.eviction.policy import fingerprint
+from kvtier.eviction.policy import NOWHERE, ListPolicy, SlotLists, fingerprint
 
 _SPREAD = 0x9E3779B1
 

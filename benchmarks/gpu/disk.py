@@ -21,14 +21,14 @@ from kvtier.chain.context import ChainContext
 from kvtier.chain.tier_chain import TierChain
 from kvtier.device.copier import CopyJob
 from kvtier.device.cuda.device import open_copier
-from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
+from kvtier.device.direct import DirectAccess, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import TransferKind
 from kvtier.move.threads import ThreadMover
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, Gds
-from kvtier.testing.media import SHARED, make_memory_folder
+from kvtier.testing.subject import SHARED, make_memory_folder
 from kvtier.types import Namespace, block_key
 
 DISK_BYTES = 1 << 30

@@ -13,7 +13,7 @@ from typing import Any
 import engines.families  # noqa: F401 - adds its families to those of tiny_model
 import msgspec
 
-from kvtier.vllm.serving import tiny_model
+from kvtier.vllm import tiny_model
 
 GIB = 1 << 30
 

@@ -32,7 +32,7 @@ from benchmarks.report import Report
 from benchmarks.serve.clients import MULTI_TURN, Result
 from benchmarks.serve.scale import SCALE, weightless_model
 from benchmarks.serve.workloads import ROUNDS, Workloads
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm.server_process import Server
 
 WITHOUT, KVTIER, TIERING = "without", "kvtier", "vLLM's tiering"
 ALL = ("prefix_repetition", "timed_trace", "chats", "thirty_users")

@@ -91,7 +91,7 @@ SCALE = GPU if os.environ.get("SCALE") == "gpu" else CPU
 def weightless_model(folder: Path) -> Path:
     """A model of the scale's shape, for an engine that makes its weights up."""
     from benchmarks.gpu_engine.contestants import make_model
-    from kvtier.vllm.serving import tiny_model
+    from kvtier.vllm import tiny_model
 
     shape = {
         "hidden_size": SCALE.hidden,

@@ -14,7 +14,7 @@ from benchmarks.eviction.workloads import paces
 from benchmarks.serve.clients import Clients, Result
 from benchmarks.serve.scale import SCALE, Chats
 from kvtier.cli.trace_simulation import Request, read_trace
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm.server_process import Server
 
 REQUESTS = int(os.environ.get("REQUESTS", "200"))
 ROUNDS = int(os.environ.get("ROUNDS", "3"))

@@ -276,7 +276,7 @@ MINUTES = float(os.environ.get("MINUTES", "60"))
 SEED = int(os.environ.get("SEED", "1"))
 _REST_EVERY_S = 45.0
 _RECORD_BYTES = 2 * MIB
-_AT_REST = ("kvtier:queued_blocks", "kvtier:waiting_blocks", "kvtier:pinned_blocks")
+_AT_REST = ("kvtier:queued_blocks", "kvtier:waiting_blocks", "kvtier:reading_blocks")
 
 
 class Soak:

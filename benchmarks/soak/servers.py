@@ -18,8 +18,8 @@ from pathlib import Path
 
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
-from kvtier.vllm.serving import tiny_model
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm import tiny_model
+from kvtier.vllm.server_process import Server
 
 MIB = 1 << 20
 CPU_BYTES = 16 * MIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
@@ -13,6 +14,8 @@ from kvtier.errors import NotResident
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.interfaces.tier import Tier
 from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence, Reservation
+
+logger = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -137,7 +140,7 @@ class Ledger:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
             blamed = self.deferred_verification.blame(blamed)
-            self._tiers[HOST].complete_load(pinned, blamed or None)
+            end_load(self._tiers[HOST], pinned, blamed)
             if blamed:
                 self.note_dropped(blamed)
         if failed and unsettled:
@@ -154,7 +157,7 @@ class Ledger:
     def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for tier, keys in ticket.pinned_files:
             blamed = {key: failed[key] for key in keys if failed.get(key) in BLAMES_SOURCE}
-            self._tiers[tier].complete_load(keys, blamed or None)
+            end_load(self._tiers[tier], keys, blamed)
         ticket.pinned_files = []
 
     def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
@@ -267,7 +270,7 @@ class Ledger:
             failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
         blamed = self.deferred_verification.settled(move, failed)
         failed = {**move.voided, **failed}
-        self._tiers[move.transfer.source].complete_load(keys, blamed or None)
+        end_load(self._tiers[move.transfer.source], keys, blamed)
         if blamed and move.transfer.source == HOST:
             self.note_dropped(blamed)
         if move.transfer.kind is TransferKind.LOAD:
@@ -580,6 +583,35 @@ BLAMES_SOURCE = (Outcome.GONE, Outcome.CORRUPT)
 """Only these say that the source does not hold what it offered."""
 
 
+_CORRUPT = (
+    "tier %s: a block does not verify: %s. It was not served, and is computed anew. This tier has "
+    "found %d so far: kvtier verify --repair looks for others, kvtier doctor at the medium"
+)
+
+
+def end_load(tier: Tier, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome]) -> None:
+    """Unpin blocks, and log what does not verify: the first of a tier, and whenever that has
+    doubled."""
+    corrupt = [key for key, outcome in failed.items() if outcome is Outcome.CORRUPT]
+    if not corrupt:
+        tier.complete_load(keys, failed or None)
+        return
+    where = _place_of(tier, corrupt[0])
+    before = tier.stats().corrupt
+    tier.complete_load(keys, failed)
+    found = tier.stats().corrupt
+    if found.bit_length() > before.bit_length():
+        logger.warning(_CORRUPT, tier.medium, where, found)
+
+
+def _place_of(tier: Tier, key: BlockKey) -> str:
+    """Where a pinned block lies, as far as that can be told."""
+    pinned, spec = pin_what_is_there(tier, [key])
+    places = tier.files(spec) if pinned and tier.in_files else []
+    tier.complete_load(pinned)
+    return "".join([f"key {key.hex()}", *(f", {each.path} at {each.at}" for each in places)])
+
+
 class DeferredVerification:
     """Blocks in host memory, or on their way there, that nobody has proved yet, and their origin.
 
@@ -623,7 +655,7 @@ class DeferredVerification:
                 told[key] = Outcome.GONE  # it holds what it was given
         for origin, keys in bad.items():
             pinned, _ = pin_what_is_there(self._tiers[origin], keys)
-            self._tiers[origin].complete_load(pinned, dict.fromkeys(pinned, Outcome.CORRUPT))
+            end_load(self._tiers[origin], pinned, dict.fromkeys(pinned, Outcome.CORRUPT))
             self._blamed.append((origin, len(keys)))
         return told
 

@@ -131,6 +131,31 @@ class Cascade:
                 return set(self._lacking(link, link.admitted(keys)))
         return ()
 
+    def storable(self, count: int) -> int:
+        """How many of so many new blocks host memory can take so that each gets as far down as the
+        write policies say."""
+        for link in self._links:
+            above = [each for each in self._links if each.target == link.source]
+            coming = sum(each.backlog + each.stats.in_flight for each in above)
+            if link.write is WritePolicy.THROUGH:
+                count = min(count, link.space - coming)
+            count = min(count, self.takes(link.source, count + coming) - coming)
+        return max(0, count)
+
+    def takes(self, tier: int, count: int) -> int:
+        """How many of so many blocks a tier can take in before it evicts one that has still to be
+        written below it."""
+        free = self._tiers[tier].stats().free
+        victims = self._tiers[tier].victims(count - free) if count > free else []
+        for link in self._links if victims else ():
+            if link.source == tier:
+                at_risk: Collection[BlockKey] = link.queued
+                if link.write is WritePolicy.ON_EVICT:
+                    at_risk = set(self._lacking(link, link.admitted(victims)))
+                first = next((at for at, key in enumerate(victims) if key in at_risk), None)
+                count = count if first is None else min(count, free + first)
+        return count
+
     @property
     def waiting(self) -> bool:
         """Whether something is to be written yet."""
@@ -367,7 +392,8 @@ class StoreLink:
         self._turnover = 0
         self._missed: OrderedDict[BlockKey, None] = OrderedDict()
         self._waiting: deque[BlockKey] = deque()
-        self._queued: set[BlockKey] = set()
+        self.queued: set[BlockKey] = set()
+        """The blocks that wait."""
         self._queue_blocks = queue_blocks
         self._window = max(1, min(window, queue_blocks))
 
@@ -396,6 +422,11 @@ class StoreLink:
     def backlog(self) -> int:
         """How many blocks wait."""
         return len(self._waiting)
+
+    @property
+    def space(self) -> int:
+        """How many more blocks may wait."""
+        return self._queue_blocks - len(self._waiting)
 
     def affordable(self, count: int) -> int:
         """How many of so many blocks the write budget allows now."""
@@ -468,20 +499,19 @@ class StoreLink:
 
     def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
         """Queue the admitted of so many offered blocks, as far as the queue has room."""
-        fresh = [key for key in admitted if key not in self._queued]
-        room = self._queue_blocks - len(self._waiting)
-        taken, left = fresh[:room], fresh[room:]
+        fresh = [key for key in admitted if key not in self.queued]
+        taken, left = fresh[: self.space], fresh[self.space :]
         self.stats.offered += offered
         self.stats.admitted += len(taken)
         self.drop("full", len(left))
         self.missed(left)
         self._waiting.extend(taken)
-        self._queued.update(taken)
+        self.queued.update(taken)
 
     def take(self, count: int) -> list[BlockKey]:
         """The next keys to write."""
         keys = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-        self._queued.difference_update(keys)
+        self.queued.difference_update(keys)
         return keys
 
     def forget(self, keys: Iterable[BlockKey] | None = None) -> None:
@@ -489,10 +519,10 @@ class StoreLink:
         asked = None if keys is None else set(keys)
         for key in self._missed.keys() & (self._missed if asked is None else asked):
             del self._missed[key]
-        dropped = self._queued & (self._queued if asked is None else asked)
+        dropped = self.queued & (self.queued if asked is None else asked)
         if dropped:
             self._waiting = deque(key for key in self._waiting if key not in dropped)
-            self._queued -= dropped
+            self.queued -= dropped
 
     def drop(self, reason: str, count: int) -> None:
         """Count blocks that are not written."""

@@ -207,6 +207,14 @@ class TierChain(Tier):
         self.reservations.count_again()
         self._cascade.committed(HOST, self._ledger.commit(keys, failed), self._clock())
 
+    def room_beside_unwritten(self, count: int, *, new: bool) -> int:
+        """How many of so many blocks host memory can take in now without evicting one that has
+        still to be written down, be they `new` or loaded. All of them if nothing is under way that
+        would make room."""
+        cascade = self._cascade
+        room = cascade.storable(count) if new else cascade.takes(HOST, count)
+        return room or (0 if self.has_pending_work else count)
+
     # between the steps of an engine
 
     def poll(self) -> list[Ticket]:

@@ -221,8 +221,7 @@ def _measure_lower(stack: Stack, size: Size, result: Measured) -> None:
             single = _load(stack, [key])
             singles.append(time.perf_counter() - start)
             stack.chain.end_load(single)
-        stack.chain.forget(blocks.keys)
-        lower.flush()
+        stack.delete(blocks.keys)
         lower.refresh()
     drops = [link.drops for link in stack.chain.chain_stats().links if link.drops]
     if not result.good:
@@ -240,8 +239,7 @@ def _warm_up(stack: Stack, size: Size) -> None:
         stack.settle(SETTLE_S)
         for tier in stack.chain.tiers:
             tier.refresh()
-    stack.chain.forget(keys)
-    stack.chain.tiers[1].flush()
+    stack.delete(keys)
     stack.chain.tiers[1].refresh()
 
 

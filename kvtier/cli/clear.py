@@ -91,7 +91,7 @@ def _clear(inspector: AnyInspector, parts: Sequence[Part]) -> Iterator[Cleared]:
             yield from inspector.clear(part)
 
 
-class Row(msgspec.Struct):
+class GarbageRow(msgspec.Struct):
     """Something that was found, and whether it is gone."""
 
     what: str
@@ -158,13 +158,13 @@ def find_garbage(inspectors: Inspectors, idle_s: float | None) -> Iterator[Garba
                     yield each
 
 
-def _collect(garbage: Iterable[Garbage], dry_run: bool) -> tuple[list[Row], list[str]]:
+def _collect(garbage: Iterable[Garbage], dry_run: bool) -> tuple[list[GarbageRow], list[str]]:
     """What was found and what became of it; and why some of it stays."""
-    rows: list[Row] = []
+    rows: list[GarbageRow] = []
     refused: list[str] = []
     kept = 0
     for each in garbage:
-        rows.append(Row(each.what, each.where, each.bytes))
+        rows.append(GarbageRow(each.what, each.where, each.bytes))
         try:
             rows[-1].removed = not dry_run and each.remove()
             kept += not dry_run and not rows[-1].removed
@@ -175,7 +175,7 @@ def _collect(garbage: Iterable[Garbage], dry_run: bool) -> tuple[list[Row], list
     return rows, refused
 
 
-def _show_garbage(rows: Sequence[Row], dry_run: bool) -> None:
+def _show_garbage(rows: Sequence[GarbageRow], dry_run: bool) -> None:
     console.print_table(
         ["what", "where", "size"],
         [[row.what, row.where, amounts.size(row.bytes)] for row in rows],

@@ -15,7 +15,7 @@ from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.cli import console, options
 from kvtier.cli.inspect import unusable_here
 from kvtier.config import Name, StackConfig, effective, load
-from kvtier.config.schema import json_schema, reference
+from kvtier.config.schema import json_schema
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError, naming
 from kvtier.interfaces.backend import kinds
 from kvtier.settings import ByteSize, Capacity
@@ -40,7 +40,7 @@ _Config = Annotated[
     ),
 ]
 _BuiltIn = Annotated[
-    bool, typer.Option("--built-in", help="Only the tier kinds that come with kvtier.")
+    bool, typer.Option("--built-in", hidden=True, help="Only the tier kinds that come with kvtier.")
 ]
 
 
@@ -140,12 +140,6 @@ def show(
 def schema(built_in: _BuiltIn = False) -> None:
     """Print the JSON Schema of stack files, with all tier kinds that are installed."""
     console.print_json(json_schema(kinds(built_in=built_in)))
-
-
-@app.command(name="reference", epilog="Example: kvtier config reference > CONFIGURATION.md")
-def print_reference(built_in: _BuiltIn = False) -> None:
-    """Print the reference of all settings, in Markdown."""
-    console.say(reference(kinds(built_in=built_in)).rstrip())
 
 
 @app.command(
@@ -355,7 +349,7 @@ def _round(size: int) -> ByteSize:
 _TEMPLATE = """\
 # yaml-language-server: $schema=./schema.json
 # The line above lets editors complete and check: kvtier config schema > schema.json
-# All settings, with what they mean: kvtier config reference
+# All settings, with what they mean: docs/reference/configuration.md
 
 version: 1
 

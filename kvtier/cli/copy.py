@@ -29,8 +29,7 @@ from kvtier.cli.inspect import (
     say_two_names,
     troubles_of,
 )
-from kvtier.cli.selection import Choice, ChoiceReader, choose
-from kvtier.cli.sink import Copied, Pace, open_sink
+from kvtier.cli.sink import Choice, ChoiceReader, Copied, RateLimit, choose, open_sink
 from kvtier.config import StackConfig, load
 from kvtier.errors import BackendError, ConfigError, KVTierError, NotWritable
 from kvtier.inspect import Depth, Filling, Reach
@@ -203,7 +202,7 @@ def _copy(
 # -- places ----------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class CopyEnd(NamedTuple):
     """A stack, or one tier of it; a store's url is a tier of a stack that is made for it."""
 
     text: str
@@ -217,7 +216,7 @@ class Place(NamedTuple):
         return self.stack.tiers[self.tier]
 
 
-def _places(source: str, target: str) -> tuple[Place, Place]:
+def _places(source: str, target: str) -> tuple[CopyEnd, CopyEnd]:
     """Where a copy comes from, and where it goes to; raises ConfigError for what is neither a stack
     nor a store."""
     goal = _place(target, to_write=True)
@@ -227,7 +226,7 @@ def _places(source: str, target: str) -> tuple[Place, Place]:
     return _place(source, to_write=False), goal
 
 
-def _place(text: str, *, to_write: bool) -> Place:
+def _place(text: str, *, to_write: bool) -> CopyEnd:
     if "://" in text:
         return _store_at(text, to_write=to_write)
     if Path(text).is_dir():
@@ -235,10 +234,10 @@ def _place(text: str, *, to_write: bool) -> Place:
     if not (Path(text).exists() or text.endswith((".yaml", ".yml"))):
         remedy = "write s3://bucket/prefix or file:///folder, or name a stack file"
         raise ConfigError(text, "neither a url nor a stack file", remedy)
-    return Place(text, load(Path(text), to_write=to_write), None)
+    return CopyEnd(text, load(Path(text), to_write=to_write), None)
 
 
-def _store_at(url: str, *, to_write: bool) -> Place:
+def _store_at(url: str, *, to_write: bool) -> CopyEnd:
     settings = _settings_at(url)
     shown = "this url" if re.search("[@?]", url) else url  # a password, a signature
     try:
@@ -247,7 +246,7 @@ def _store_at(url: str, *, to_write: bool) -> Place:
         if to_write or not isinstance(error, NotWritable):
             raise ConfigError(shown, error.problem, error.remedy) from error
     # The first tier of a stack is host memory, which private files are named by: it has none here.
-    place = Place(shown, StackConfig(version=1, tiers=(settings, settings)), _STORE)
+    place = CopyEnd(shown, StackConfig(version=1, tiers=(settings, settings)), _STORE)
     folder = inspector_of(place.stack, _STORE).folder()
     if not to_write and folder is not None and not folder.exists():
         raise ConfigError(url, "there is no such folder", "name one that holds blocks")
@@ -271,7 +270,7 @@ def _tiers_with(stack: StackConfig, *reach: Reach) -> list[int]:
     return [tier for tier in every if inspector_of(stack, tier).reach in reach]
 
 
-def _tier_to_fill(goal: Place, into: str | None) -> int:
+def _tier_to_fill(goal: CopyEnd, into: str | None) -> int:
     """The tier that an option names, or the first one on a disk of this machine."""
     tier = options.tier_of(into, goal.stack, "--into")
     if tier is None:
@@ -288,7 +287,7 @@ def _tier_to_fill(goal: Place, into: str | None) -> int:
     return tier
 
 
-def _store_of(goal: Place) -> int:
+def _store_of(goal: CopyEnd) -> int:
     """The one store of a stack."""
     stores = _tiers_with(goal.stack, Reach.SHARED)
     if len(stores) != 1:
@@ -297,7 +296,9 @@ def _store_of(goal: Place) -> int:
     return stores[0]
 
 
-def _tiers_to_read(origin: Place, goal: Place, named: str | None, *, to_store: bool) -> list[int]:
+def _tiers_to_read(
+    origin: CopyEnd, goal: CopyEnd, named: str | None, *, to_store: bool
+) -> list[int]:
     """The tiers of a place that a copy reads; to a store it takes what this machine would lose."""
     assert goal.tier is not None
     if origin.tier is not None:
@@ -319,7 +320,7 @@ def _tiers_to_read(origin: Place, goal: Place, named: str | None, *, to_store: b
     return list(range(goal.tier + 1, len(goal.stack.tiers)))
 
 
-def _check_apart(origin: Place, goal: Place) -> None:
+def _check_apart(origin: CopyEnd, goal: CopyEnd) -> None:
     """Objects in a disk tier's folder would count there, and lose what describes them to `clear`;
     raises ConfigError."""
     where = str(backend(goal.settings.kind).identity(goal.settings))
@@ -342,7 +343,7 @@ def _look(stack: StackConfig, tiers: Sequence[int], namespace: str | None) -> li
     return look(stack, tiers, Depth.RECORDED, uses_of=(namespace or "").lower())
 
 
-def _complete(inspectors: Inspectors, goal: Place, wanted: Wanted, *, must_exist: bool) -> None:
+def _complete(inspectors: Inspectors, goal: CopyEnd, wanted: Wanted, *, must_exist: bool) -> None:
     """Have a store that was named listed: blocks of a command that was cut off are written down
     nowhere. Raises KVTierError if there is nothing where there must be something."""
     for each in inspectors:
@@ -358,7 +359,7 @@ def _complete(inspectors: Inspectors, goal: Place, wanted: Wanted, *, must_exist
             )
 
 
-def _room_in(goal: Place, size: int | None) -> int:
+def _room_in(goal: CopyEnd, size: int | None) -> int:
     """How many bytes may be copied into a tier, at most so many."""
     assert goal.tier is not None
     most = int(inspector_of(goal.stack, goal.tier).capacity() * _FILL_SHARE)
@@ -372,14 +373,14 @@ class _Copy:
     """A tier that is filled with what others hold, one namespace after the other."""
 
     def __init__(
-        self, stack: StackConfig, inspectors: Inspectors, goal: Place, wanted: Wanted
+        self, stack: StackConfig, inspectors: Inspectors, goal: CopyEnd, wanted: Wanted
     ) -> None:
         assert goal.tier is not None
         self._stack = stack
         self._inspectors = inspectors
         self._wanted = wanted
         self._filling: Filling[Any] = inspector_of(goal.stack, goal.tier).filling()
-        self._pace = Pace(wanted.rate)
+        self._pace = RateLimit(wanted.rate)
         self._asked_left = _room_in(goal, wanted.size)
         """How many bytes may still be copied: of what was asked for, and of what the tier has."""
         self._tier_left = _room_in(goal, None)

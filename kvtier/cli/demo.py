@@ -24,9 +24,9 @@ from kvtier.cli.signals import ENDING
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.settings import ByteSize
 from kvtier.system.disk import Disk
+from kvtier.vllm import tiny_model
 from kvtier.vllm.hooks.versions import installed
-from kvtier.vllm.serving import tiny_model
-from kvtier.vllm.serving.server_process import NotStarted, Server
+from kvtier.vllm.server_process import NotStarted, Server
 
 app = options.new_app()
 
@@ -38,7 +38,7 @@ _CPU = ByteSize.parse("1GiB")
 _INSIST_S = 0.2
 
 
-class Row(msgspec.Struct):
+class AskedRow(msgspec.Struct):
     """One request: how long it took, and where its KV cache came from."""
 
     name: str
@@ -50,8 +50,8 @@ class Row(msgspec.Struct):
 @app.command(epilog="Example: kvtier demo --tokens 4000")
 def demo(
     tokens: Annotated[int, typer.Option(min=600, max=30000, help="Length of the prompt.")] = 6000,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the small model.")] = 8,
-    hidden: Annotated[int, typer.Option(min=128, help="Its hidden size.")] = 512,
+    layers: Annotated[int, typer.Option(hidden=True, min=1, help="Layers of the small model.")] = 8,
+    hidden: Annotated[int, typer.Option(hidden=True, min=128, help="Its hidden size.")] = 512,
 ) -> None:
     """A long prompt on a real server: cold, warm, and after the server was killed.
 
@@ -137,7 +137,7 @@ def _ending_in_order() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _run(folder: Path, region: Path, model: Path, tokens: int) -> list[Row]:
+def _run(folder: Path, region: Path, model: Path, tokens: int) -> list[AskedRow]:
     stack = _write_stack(folder, region)
     letters = "".join(f"Rule {number}: every byte is proved. " for number in range(tokens))
     prompt = letters[: tokens - 1]  # one token is the beginning of the text
@@ -192,7 +192,7 @@ def _start(folder: Path, model: Path, stack: Path, tokens: int) -> Iterator[Serv
         yield server
 
 
-def _ask(server: Server, model: Path, prompt: str, name: str) -> Row:
+def _ask(server: Server, model: Path, prompt: str, name: str) -> AskedRow:
     before = {tier: server.metric("kvtier:hit_blocks_total", tier=tier) for tier in _MEDIA}
     begin = time.monotonic()
     text = server.complete(str(model), prompt, 8)
@@ -203,10 +203,10 @@ def _ask(server: Server, model: Path, prompt: str, name: str) -> Row:
         * _CHUNK_TOKENS
         for tier in _MEDIA
     }
-    return Row(name, seconds, hits, text)
+    return AskedRow(name, seconds, hits, text)
 
 
-def _show(rows: list[Row], tokens: int) -> None:
+def _show(rows: list[AskedRow], tokens: int) -> None:
     cold = rows[0]
     columns = [
         f"a prompt of {tokens} tokens",

@@ -15,19 +15,19 @@ import typer
 from kvtier import amounts
 from kvtier.cli import console, options
 from kvtier.cli.bench import Measured, Size, measure
-from kvtier.cli.inspect import inspector_of
+from kvtier.cli.inspect import inspector_of, look
 from kvtier.config import LoadPolicy, StackConfig, load
 from kvtier.config.loader import machine, rates_folder, stack_of
 from kvtier.cost.rates import SavedRates
 from kvtier.cost.saved_rates import rates_in
-from kvtier.device.direct.kvikio_driver import probe as probe_gds
+from kvtier.device.direct import probe as probe_gds
 from kvtier.errors import ConfigError, KVTierError, describe_error
-from kvtier.inspect import Finding, Level
+from kvtier.inspect import Depth, Finding, Level
 from kvtier.interfaces.backend import backend
 from kvtier.settings import Gds, WritePolicy
-from kvtier.system.numa import Topology
+from kvtier.system.memory import Topology
 from kvtier.vllm.hooks import versions
-from kvtier.vllm.hooks.source_check import as_data, as_lines
+from kvtier.vllm.hooks.versions import as_data, as_lines
 
 app = options.new_app()
 
@@ -119,8 +119,11 @@ def _findings(config: StackConfig) -> Iterator[Finding]:
     for tier, settings in enumerate(config.tiers):
         try:
             backend(settings.kind).check(settings, None)
-            yield from inspector_of(config, tier).checks()
+            found = list(inspector_of(config, tier).checks())
+            yield from found
             yield from check_gds(config, tier)
+            if not any(finding.level is Level.BAD for finding in found):
+                yield from check_contents(config, tier)
         except ConfigError as error:
             yield Finding(f"{tier} {settings.kind}", Level.BAD, error.problem, error.remedy)
         except OSError as error:  # its disk may be failing: that is no matter of the others
@@ -228,6 +231,14 @@ def check_order(config: StackConfig) -> Iterator[Finding]:
             )
         if in_files:
             disk = tier
+
+
+def check_contents(config: StackConfig, tier: int) -> Iterator[Finding]:
+    """What cannot be read of what lies there, as `ls` says it."""
+    [inspector] = look(config, tier, Depth.NAMES)
+    for trouble in inspector.contents.troubles:
+        what, _, remedy = trouble.partition("; ")
+        yield Finding(f"{tier} {inspector.kind}", Level.WARN, what, remedy)
 
 
 def check_gds(config: StackConfig, tier: int) -> Iterator[Finding]:

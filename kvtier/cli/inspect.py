@@ -136,11 +136,6 @@ def unsupported_is_trouble(inspector: AnyInspector) -> Iterator[None]:
         inspector.contents.troubles.append(str(error))
 
 
-def where_of(inspectors: Inspectors) -> str:
-    """Where all these look."""
-    return ", ".join(each.contents.where for each in inspectors)
-
-
 def troubles_of(inspectors: Inspectors) -> list[str]:
     """What could not be read of all these."""
     return [trouble for each in inspectors for trouble in each.contents.troubles]
@@ -237,7 +232,7 @@ def count(hits: int | None) -> str:
 
 def age(at: float | None) -> str:
     """How long ago something was, if it was."""
-    return "-" if at is None else amounts.duration(max(0.0, time.time() - at))
+    return "-" if at is None else amounts.age(time.time() - at)
 
 
 def left(until: float) -> str:

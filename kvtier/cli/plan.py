@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvtier import amounts
@@ -20,8 +22,7 @@ from kvtier.cli.expectations import (
     read_shape,
 )
 from kvtier.cli.inspect import inspector_of
-from kvtier.cli.trace_simulation import read_trace
-from kvtier.cli.trace_sweep import BudgetRow, SizeRow, Sweep, show_budgets, show_sizes
+from kvtier.cli.trace_simulation import Request, Simulation, TierPlan, read_trace, simulate
 from kvtier.config import StackConfig, load
 from kvtier.cost.rates import DEVICE
 from kvtier.record.record import record_bytes
@@ -32,6 +33,7 @@ _MEASURED_BYTES = 64 << 20
 _BLOCK_BYTES_MAX = 32 << 20
 _SIZES = "0.25,0.5,1,2,4"
 _BLOCK_TOKENS = 512
+_DAY_S = 86400.0
 _Prompt = Annotated[
     int, typer.Option(min=1, max=10**9, help="Length of the prompt that times are for.")
 ]
@@ -73,18 +75,16 @@ def plan(
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that one of the trace's hash_ids stands for; else 512."),
+        typer.Option(hidden=True, min=1, help="Tokens that a hash_id of the trace stands for."),
     ] = None,
     scale: Annotated[
         str | None,
-        typer.Option(
-            metavar="LIST", help=f"Sizes to try, as multiples of the stack's; else {_SIZES}."
-        ),
+        typer.Option(hidden=True, metavar="LIST", help="Multiples of the stack's sizes to try."),
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Say how many tokens each tier holds, from which length on loading beats recomputing, and how
-    long the first token takes; with a trace, hits by tier for several sizes and write budgets.
+    long the first token takes; with a trace, hits by tier for several sizes of the stack.
 
     The answer is computed from rates that are measured or given, and says what it leaves out.
     """
@@ -96,20 +96,16 @@ def plan(
     links = _links(stack, shape.token_bytes * chunk_of(stack, shape), bandwidth or [], do_measure)
     device = links.pop(-1, None)
     expectation = expect(stack, shape, links, device, prefill, prompt)
-    rows, budgets = list[SizeRow](), list[BudgetRow]()
+    rows: list[SizeRow] = []
     if requests is not None:
-        sweep = Sweep(stack, expectation, requests, block_tokens or _BLOCK_TOKENS)
-        rows, budgets = sweep.sizes(factors), sweep.budgets()
+        rows = Sweep(stack, expectation, requests, block_tokens or _BLOCK_TOKENS).sizes(factors)
     if json:
-        console.print_json({"model": expectation, "trace": rows, "budgets": budgets})
+        console.print_json({"model": expectation, "trace": rows})
         return
     _show(expectation)
     if rows:
         console.say()
-        show_sizes(rows)
-    if budgets:
-        console.say()
-        show_budgets(budgets)
+        _show_sizes(rows)
 
 
 def _read(file: Path, *, here: bool) -> StackConfig:
@@ -214,3 +210,148 @@ def _row(tier: Outlook, timed: bool) -> list[str]:
             amounts.duration(tier.first_token_s) if tier.first_token_s else "-",
         ]
     return cells
+
+
+# -- what it would have served of a trace ----------------------------------------------------------
+
+
+class TierRow(msgspec.Struct):
+    """One tier's part in one size of the stack."""
+
+    kind: str
+    capacity: int
+    hit_percent: float
+    loaded_bytes: int
+    written_bytes: int
+    writes_per_day: float | None
+    """How often a day its whole capacity is written: what wears a disk. None for a trace that takes
+    no time."""
+
+
+class SizeRow(msgspec.Struct):
+    """What a stack of one size did with the trace."""
+
+    scale: float
+    requests: int
+    references: int
+    hit_percent: float
+    saved_tokens: int
+    saved_seconds: float | None
+    """Seconds of prefill, where the rate is known."""
+    tiers: list[TierRow]
+
+
+class Sweep:
+    """A stack, what is expected of it, and a trace whose blocks have so many tokens."""
+
+    def __init__(
+        self,
+        config: StackConfig,
+        expectation: Expectation,
+        requests: Sequence[Request],
+        block_tokens: int,
+    ) -> None:
+        self._config = config
+        self._expectation = expectation
+        self._requests = requests
+        self._block_tokens = block_tokens
+        self._block_bytes = record_bytes(expectation.shape.token_bytes * block_tokens)
+
+    def sizes(self, factors: Sequence[float]) -> list[SizeRow]:
+        """One row a size; every tier of the stack is scaled by the same factor."""
+        rows = []
+        with console.progress("simulating", len(factors), "sizes") as bar:
+            for factor in factors:
+                found = simulate(self._requests, self._plans(factor))
+                rows.append(self._row(found, factor))
+                bar.advance(1)
+        return rows
+
+    def _plans(self, factor: float) -> list[TierPlan]:
+        """The tiers of the stack, so many times as large."""
+        plans = []
+        for settings, tier in zip(self._config.tiers, self._expectation.tiers, strict=True):
+            capacity = int(tier.capacity * factor)
+            budget = getattr(settings, "writes_per_second", None)
+            rate = None if budget is None else budget(capacity)
+            plans.append(
+                TierPlan(
+                    settings.kind,
+                    capacity // self._block_bytes,
+                    settings.eviction,
+                    settings.write,
+                    settings.admission,
+                    writes=None if rate is None else rate / self._block_bytes,
+                )
+            )
+        return plans
+
+    def _row(self, found: Simulation, factor: float) -> SizeRow:
+        size = self._block_bytes
+        saved = found.hits * self._block_tokens
+        rate = self._expectation.prefill_tokens_per_s
+        days = (self._requests[-1].time - self._requests[0].time) / _DAY_S
+        return SizeRow(
+            scale=factor,
+            requests=len(self._requests),
+            references=found.references,
+            hit_percent=_percent(found.hits, found.references),
+            saved_tokens=saved,
+            saved_seconds=None if rate is None else saved / rate,
+            tiers=[
+                TierRow(
+                    kind=tier.kind,
+                    capacity=tier.blocks * size,
+                    hit_percent=_percent(tier.hits, found.references),
+                    loaded_bytes=tier.hits * size,
+                    written_bytes=tier.written * size,
+                    writes_per_day=tier.written / max(1, tier.blocks) / days if days else None,
+                )
+                for tier in found.tiers
+            ],
+        )
+
+
+def _percent(part: int, whole: int) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+def _show_sizes(rows: Sequence[SizeRow]) -> None:
+    """A line a size, then the moves of each tier."""
+    first = rows[0]
+    console.say(f"{first.requests} requests, {first.references} blocks asked for")
+    kinds = [f"{index} {tier.kind}" for index, tier in enumerate(first.tiers)]
+    columns = ["size", *(f"{kind} hits" for kind in kinds), "all hits", "prefill saved"]
+    console.print_table(
+        columns,
+        [
+            [
+                f"x{row.scale:g}",
+                *(f"{tier.hit_percent:.1f}%" for tier in row.tiers),
+                f"{row.hit_percent:.1f}%",
+                f"{amounts.count(row.saved_tokens)} tokens"
+                + (f", {amounts.duration(row.saved_seconds)}" if row.saved_seconds else ""),
+            ]
+            for row in rows
+        ],
+        numbers=columns[:-1],
+    )
+    console.say()
+    console.print_table(
+        ["size", "tier", "capacity", "loaded", "written", "written a day"],
+        [
+            [
+                f"x{row.scale:g}",
+                kind,
+                amounts.size(tier.capacity),
+                amounts.size(tier.loaded_bytes),
+                amounts.size(tier.written_bytes),
+                "-"
+                if tier.writes_per_day is None
+                else f"{amounts.count(tier.writes_per_day)} times",
+            ]
+            for row in rows
+            for kind, tier in zip(kinds, row.tiers, strict=True)
+        ],
+        numbers=["size", "capacity", "loaded", "written", "written a day"],
+    )

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import errno
 import json
 import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvtier.cli import console, options
 from kvtier.cli.inspect import unusable_here
 from kvtier.cli.signals import EXIT_INTERRUPTED
-from kvtier.config import load
+from kvtier.config import StackConfig, load
 from kvtier.errors import ConfigError, ConfigErrors
 from kvtier.move.process_main import die_with
-from kvtier.vllm.hooks.versions import SERVER, installed
+from kvtier.vllm.hooks.versions import SERVER, installed, known_flags
 
 app = options.new_app()
 
@@ -37,6 +40,8 @@ _GRACE = "--shutdown-timeout"
 _GRACE_S = 20
 _SOCKETS_PATH_MAX = 107 - 1 - 36
 """A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
+_SLIP = 0.85
+"""How alike a flag and what was meant are, from 0 to 1."""
 _PROCESSORS = Path("/proc/cpuinfo")
 _USAGE = "write kvtier serve MODEL --config stack.yaml -- --port 8001"
 _PROMPT = "Tell me about caches. " * 100
@@ -55,15 +60,28 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="A folder, or a name on the Hugging Face hub.")
     ],
     config: options.ConfigOption,
+    native: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.parse_size,
+            metavar="SIZE",
+            help="Keep blocks in vLLM's own CPU tier, of this size, and below it in the stack.",
+        ),
+    ] = None,
 ) -> None:
     """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
 
     Everything after `--` is passed on to vLLM unchanged.
     """
-    _check(config)
+    stack = _check(config)
     vllm = installed()
+    if native is not None and vllm.cpu:
+        raise ConfigError("--native", "vLLM's own tiering serves no CPU platform", "leave it out")
     flags = list(context.args)
-    command = server_command(model, config, flags)
+    tiering = None if native is None else secondary_tier(config, native, stack.chunk_tokens)
+    command = server_command(model, config, flags, tiering)
+    check_flags(flags, known_flags())
+    check_port(flags)
     prepare_environment(os.environ, model, flags, cpu=vllm.cpu)
     say_what_to_try(model, flags, config)
     if vllm.cpu and _value(flags, "--dtype") is None and is_slow_at_halves(_PROCESSORS):
@@ -77,15 +95,46 @@ def serve(
     os.execv(sys.executable, command)
 
 
-def _check(config: Path) -> None:
+def _check(config: Path) -> StackConfig:
     """Refuse, before vLLM takes half a minute to start, what its engine would refuse."""
     stack = load(config)
     if errors := unusable_here(stack):
         raise ConfigErrors(errors)
+    return stack
 
 
-def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
-    """What runs vLLM's server with kvtier's connector and these flags of the user's."""
+def check_flags(flags: Sequence[str], known: Collection[str]) -> None:
+    """Refuse a flag that is one of vLLM's but for a slip: it says so when all is imported."""
+    for flag in flags:
+        name = flag.partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("--")
+        name = name.removeprefix("no-")
+        if flag[:2] != "--" or any(each.startswith(name) for each in known):  # it may be shortened
+            continue
+        if meant := difflib.get_close_matches(name, known, 1, _SLIP):
+            raise ConfigError(flag, "is no flag of vLLM's", f"did you mean --{meant[0]}?")
+
+
+def check_port(flags: Sequence[str]) -> None:
+    """Refuse a port that another process listens on: vLLM binds to it when the model is loaded."""
+    host, port = _value(flags, "--host"), _value(flags, "--port") or "8000"
+    if not port.isdecimal() or {"--uds", "--headless"}.intersection(flags):
+        return
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    with socket.socket(family) as taken, contextlib.suppress(OverflowError, socket.gaierror):
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind((host or "", int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                remedy = "end that one, or name another behind the --: --port 8001"
+                raise ConfigError(f"--port {port}", "another process uses it", remedy) from None
+
+
+def server_command(
+    model: str, config: Path, flags: Sequence[str], transfer: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What runs vLLM's server with kvtier's connector, or another that `transfer` states, and these
+    flags of the user's."""
     if model.startswith("-"):
         raise ConfigError(
             model, "stands where the model does", f"{_USAGE}: flags of vLLM's come behind the --"
@@ -106,13 +155,7 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
             "has vLLM use another connector instead of this stack, without a word",
             "leave it out: the stack's cpu tier says how much memory is used",
         )
-    transfer = {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"stack": str(config.absolute())},
-    }
+    transfer = transfer or _connector(config)
     command = [sys.executable, "-m", SERVER, _MODEL, model, _TRANSFER, json.dumps(transfer)]
     if _value(flags, _HASH) is None:
         command += [_HASH, "sha256_cbor"]
@@ -121,6 +164,32 @@ def server_command(model: str, config: Path, flags: Sequence[str]) -> list[str]:
     if _value(flags, _GRACE) is None:
         command += [_GRACE, str(_GRACE_S)]  # else vLLM kills its engine before that closes anything
     return [*command, *flags]
+
+
+def _connector(config: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"stack": str(config.absolute())},
+    }
+
+
+def secondary_tier(config: Path, memory: int, chunk_tokens: int) -> dict[str, Any]:
+    """vLLM's own tiering, with the stack below its CPU tier."""
+    tier = {"type": "KVTierSecondary", "module_path": "kvtier.vllm.secondary"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": memory,
+            "block_size": chunk_tokens,
+            "secondary_tiers": [{**tier, "stack": str(config.absolute())}],
+        },
+    }
 
 
 def prepare_environment(

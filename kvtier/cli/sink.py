@@ -1,4 +1,8 @@
-"""Blocks on their way from a source into one tier of a stack, which is opened for it.
+"""Which blocks a copy takes, and their way from a source into one tier, which is opened for it.
+
+They are chosen in columns, some seventy bytes a block, and read as anybody may read: a running
+engine there does not notice. To a mover the reader is one more handler, so that blocks go straight
+from their medium into the memory from which they are written, proved on the way.
 
 They stream: a mover reads on many threads into a bounded number of buffers and writes from these,
 so that the slower side sets the pace. Only what has landed is committed, block by block, and what
@@ -7,25 +11,205 @@ is there already is not stored again: whatever was interrupted can simply be run
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvtier import amounts
 from kvtier.cli.console import Progress, warn
-from kvtier.cli.selection import ChoiceReader, Numbers
+from kvtier.cli.inspect import Inspectors
 from kvtier.cli.signals import uninterrupted
+from kvtier.core.slab.layout import keys_of
 from kvtier.errors import MediumError
-from kvtier.inspect import CopyAudit, Filling
+from kvtier.inspect import CopyAudit, Filling, Source
+from kvtier.inspect.filling import ROW, Rows
+from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
 from kvtier.interfaces.tier import Tier
 from kvtier.move.threads import ThreadMover
-from kvtier.record.record import record_bytes
-from kvtier.types import BlockKey, Namespace, Outcome, Presence
+from kvtier.record.record import Buffer, record_bytes
+from kvtier.types import (
+    GROUP_BYTES,
+    KEY_BYTES_MAX,
+    BlockKey,
+    LoadStoreSpec,
+    Namespace,
+    Outcome,
+    Presence,
+    SlotSpec,
+)
+
+_PIECE = 1 << 16
+USED_MAX = 1 << 16
+"""A copy takes along how often blocks were used, but of no more than so many."""
+
+
+class Choice:
+    """Blocks of one namespace, each once, the most wanted first. `at` is where a block is in the
+    words of its source."""
+
+    def __init__(self, namespace: str, rows: Rows, sources: list[Source]) -> None:
+        self.namespace = namespace
+        self.sources = sources
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def pieces(self, size: int) -> Iterator[tuple[list[BlockKey], list[int]]]:
+        """Keys and their rows, so many at once."""
+        for start in range(0, len(self), size):
+            keys = self.keys(start, start + size)
+            yield keys, list(range(start, start + len(keys)))
+
+    def room(self, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The bytes that each of them takes where a block of a cache group takes so many (the last
+        counts for all groups beyond). Where they lie now they may be compressed, or in slots."""
+        if len(sizes) == 1:
+            return np.full(len(self), sizes[0], np.int64)
+        starts = range(0, len(self), _PIECE)
+        groups = [_groups(self._rows[start : start + _PIECE]) for start in starts]
+        known = np.minimum(np.concatenate([np.zeros(0, np.uint32), *groups]), len(sizes) - 1)
+        taken: npt.NDArray[np.int64] = np.array(sizes, np.int64)[known]
+        return taken
+
+    def keys(self, start: int, stop: int) -> list[BlockKey]:
+        """The keys of these rows."""
+        return keys_of(self._rows[start:stop])
+
+    def places(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where these rows are: the number of each one's source, and its place there."""
+        chosen = self._rows[rows]
+        return chosen["origin"].tolist(), chosen["at"].tolist()
+
+    def cut(self, size_max: int, sizes: Sequence[int]) -> Choice:
+        """The first blocks, up to so many bytes of room."""
+        count = int(np.searchsorted(np.cumsum(self.room(sizes)), size_max, side="right"))
+        return Choice(self.namespace, self._rows[:count].copy(), self.sources)
+
+    def only(self, keys: Collection[BlockKey]) -> Choice:
+        """Those of the blocks that have one of these keys."""
+        chosen = [
+            np.fromiter((key in keys for key in self.keys(start, start + _PIECE)), bool)
+            for start in range(0, len(self), _PIECE)
+        ]
+        rows = self._rows[np.concatenate([np.zeros(0, bool), *chosen])]
+        return Choice(self.namespace, rows, self.sources)
+
+    def used(self) -> dict[BlockKey, tuple[int, float]]:
+        """How often these were used and when last, without those that never were; of very many
+        the most used."""
+        rows = self._rows[self._rows["uses"] > 0]
+        rows = rows[np.argsort(rows["uses"], kind="stable")[-USED_MAX:]]
+        values = zip(rows["uses"].tolist(), rows["used_at"].astype(float).tolist(), strict=True)
+        return dict(zip(keys_of(rows), values, strict=True))
+
+
+def choose(inspectors: Inspectors, namespace: str, *, hottest: bool = False) -> Choice:
+    """All blocks of a namespace, the newest first, or the most used and of these the newest; of
+    several copies the one in the first tier. What is written down was looked at, and is taken."""
+    sources: list[Source] = []
+    pieces: list[Rows] = [np.zeros(0, ROW)]
+    for source in (source for each in inspectors for source in each.sources(namespace)):
+        rows = source.rows()
+        rows["origin"] = len(sources)
+        pieces.append(rows)
+        sources.append(source)
+    rows = _once(np.concatenate(pieces))
+    order = np.argsort(-rows["stored_at"], kind="stable")
+    if hottest:
+        order = order[np.argsort(-rows["uses"][order].astype(np.int64), kind="stable")]
+    return Choice(namespace, rows[order], sources)
+
+
+def _groups(rows: Rows) -> npt.NDArray[np.uint32]:
+    """The cache group of each key: its last bytes."""
+    keys = np.ascontiguousarray(rows["key"]).view(np.uint8).reshape(-1, KEY_BYTES_MAX)
+    ends = rows["key_bytes"].astype(np.intp)[:, None] + np.arange(-GROUP_BYTES, 0)
+    return np.take_along_axis(keys, ends, axis=1).view(">u4").ravel().astype(np.uint32)
+
+
+def _once(rows: Rows) -> Rows:
+    """Of the rows with one key the first source's, and there the latest."""
+    words: Any = np.ascontiguousarray(rows["key"]).view("<u8").reshape(-1, KEY_BYTES_MAX // 8)
+    columns = (-rows["stored_at"], rows["origin"], rows["key_bytes"], *words.T)
+    order = np.lexsort(columns)
+    same = np.ones(len(rows), bool)
+    if len(rows):
+        same[0] = False
+        lengths = rows["key_bytes"][order]
+        same[1:] = lengths[1:] == lengths[:-1]
+        for word in words.T:
+            ordered = word[order]
+            same[1:] &= ordered[1:] == ordered[:-1]
+    return rows[np.sort(order[~same])]
+
+
+class Numbers(SlotSpec):
+    """Blocks by their rows in a choice."""
+
+
+class ChoiceReader(Handler):
+    """Reads the rows of a choice from their sources. What cannot be read is GONE or CORRUPT,
+    nothing else: a copy tells troubles of its source from those of its target by that."""
+
+    def __init__(self, choice: Choice, namespace: Namespace) -> None:
+        self.unread = 0
+        """So many of those that are called CORRUPT could not be read at all."""
+        self._counting = threading.Lock()
+        self._choice = choice
+        record = record_bytes(namespace.payload_bytes)
+        for source in choice.sources:
+            source.open(namespace)
+        self.concurrency = max((each.concurrency for each in choice.sources), default=1)
+        batches = [each.batch_blocks(record) for each in choice.sources]
+        self.batch_blocks = min(batches, default=1)
+
+    def load(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        assert isinstance(spec, Numbers)
+        outcomes = self.read(spec.slots, keys, into)
+        for index, outcome in enumerate(outcomes):
+            if outcome not in (Outcome.OK, Outcome.GONE, Outcome.CORRUPT):
+                outcomes[index] = Outcome.CORRUPT
+                with self._counting:
+                    self.unread += 1
+        return outcomes
+
+    def read(
+        self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Fill each buffer with a record, unproved."""
+        origins, places = self._choice.places(rows)
+        outcomes: list[Outcome] = []
+        for origin, neighbours in groupby(origins):
+            some = slice(len(outcomes), len(outcomes) + len(list(neighbours)))
+            source = self._choice.sources[origin]
+            outcomes += source.read(places[some], keys[some], into[some])
+        return outcomes
+
+    def store(
+        self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
+    ) -> list[Outcome]:
+        raise TypeError("a source is only read")
+
+    def used_again(self, row: int, key: BlockKey) -> bool:
+        """Whether a block that could not be proved has been replaced by another meanwhile."""
+        (origin,), (at,) = self._choice.places([row])
+        return self._choice.sources[origin].used_again(at, key)
+
+    def close(self) -> None:
+        for source in self._choice.sources:
+            source.close()
+
 
 STAGING_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20
@@ -37,6 +221,10 @@ _WAIT_S = 0.05
 _ROOM_S = 10.0
 """How long to wait for room that others have to make."""
 _LOOK_BLOCKS = 1 << 16
+OUTAGE_S = 30.0
+"""For so long a tier that fails is asked again, each time after a pause."""
+AGAIN_S = 1.0
+_FAILS = (Outcome.IO_ERROR, Outcome.TIMEOUT)
 
 _READER, _TIER = 0, 1
 
@@ -84,7 +272,7 @@ class Copied(msgspec.Struct):
         return 0 < self.asked == self.gone
 
 
-class Pace:
+class RateLimit:
     """Keeps a copy below so many bytes a second."""
 
     def __init__(
@@ -116,7 +304,7 @@ class Sink:
         mover: Mover,
         reader: ChoiceReader,
         namespace: Namespace,
-        pace: Pace,
+        pace: RateLimit,
         filling: Filling[Any],
     ) -> None:
         self._tier = tier
@@ -133,6 +321,9 @@ class Sink:
         self._here: list[BlockKey] = []  # what was asked for, and was there before
         self._evicting = False
         self._full = False
+        self._again: list[tuple[BlockKey, int]] = []  # could not be written just now
+        self._failing_since: float | None = None
+        self._told_of_outage = False
         room = _PIECE_BYTES
         if pace.bytes_per_s is not None:
             room = min(room, int(pace.bytes_per_s * _PIECE_S))
@@ -144,8 +335,10 @@ class Sink:
         start = time.monotonic()
         for keys, numbers in pieces:
             self._offer(keys, numbers, result, bar)
-        while self._flights:
-            self._settle(result, bar)
+            if self._again:
+                self._ride_out(result, bar)
+        self._land_all(result, bar)
+        self._ride_out(result, bar)
         self._count_kept(result)
         result.unread = self._reader.unread
         result.bad = max(0, result.bad - result.unread)
@@ -177,6 +370,19 @@ class Sink:
                 self._full = self._make_room(result, bar) and time.monotonic() > give_up
         result.not_stored += len(left)
         result.full = self._full
+
+    def _land_all(self, result: Copied, bar: Progress) -> None:
+        while self._flights:
+            self._settle(result, bar)
+
+    def _ride_out(self, result: Copied, bar: Progress) -> None:
+        """Try again, after a while, what could not be written: a store may be away for a moment."""
+        self._land_all(result, bar)
+        while self._again:
+            time.sleep(AGAIN_S)
+            again, self._again = dict(self._again), []
+            self._offer(list(again), list(again.values()), result, bar)
+            self._land_all(result, bar)
 
     def _lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         found = self._tier.lookup(keys)
@@ -229,11 +435,13 @@ class Sink:
         """Wait a moment, and commit what has landed."""
         self._mover.wait(_WAIT_S)
         for ended in self._mover.poll():
+            later = len(self._again)
             landed = self._commit(ended, result)
+            later -= len(self._again)
             if self._evicting:
                 self._pin(landed)
             size = sum(map(self._namespace.payload_of, landed))
-            bar.advance(len(ended.outcomes), size)
+            bar.advance(len(ended.outcomes) + later, size)
         self._tier.tick()
         self._tier.take_events()  # nobody listens
 
@@ -249,12 +457,26 @@ class Sink:
                 result.gone += 1
             elif outcome is Outcome.CORRUPT:
                 result.bad += 1
+            elif outcome in _FAILS and self._may_come_back():
+                self._again.append((key, number))
             else:
                 result.not_stored += 1
         self._tier.complete_store(keys, failed)
         landed = [key for key in keys if key not in failed] if failed else keys
+        if landed:
+            self._failing_since = None
         self.stored += landed
         return landed
+
+    def _may_come_back(self) -> bool:
+        """Whether a tier that fails has not done so for long; says so once."""
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        if not self._told_of_outage:
+            self._told_of_outage = True
+            warn(f"blocks cannot be written: trying again, for {OUTAGE_S:.0f} s")
+        return now - self._failing_since < OUTAGE_S
 
     def _count_kept(self, result: Copied) -> None:
         """Only now, because a tier that others share may have had to let something go."""
@@ -314,7 +536,7 @@ def open_sink(
     filling: Filling[Any],
     namespace: Namespace,
     reader: ChoiceReader,
-    pace: Pace,
+    pace: RateLimit,
 ) -> Iterator[Sink]:
     """A tier that is to be filled, opened; the reader is closed with it."""
     sink: Sink | None = None
@@ -338,7 +560,9 @@ def open_sink(
             reader.close()
 
 
-def _open(filling: Filling[Any], namespace: Namespace, reader: ChoiceReader, pace: Pace) -> Sink:
+def _open(
+    filling: Filling[Any], namespace: Namespace, reader: ChoiceReader, pace: RateLimit
+) -> Sink:
     filling.check(namespace)
     tier, handler = filling.open(namespace)
     try:

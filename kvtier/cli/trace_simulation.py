@@ -2,33 +2,23 @@
 
 Every tier has a real eviction policy and is told of requests as a running stack tells it. What is
 left out is time: a store or load is done before the next request comes. `read_trace` reads a trace,
-`simulate_all` runs it on all cores.
+`simulate` runs it through one stack.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from itertools import chain
-from multiprocessing import active_children, get_context
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import or_
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.chain.store import TOUCHES_KEPT, Touches
-from kvtier.cli.signals import ENDING
 from kvtier.core.wear.dynamic_admission import SPREAD_S, DynamicAdmission
 from kvtier.core.wear.token_bucket import BURST_S, TokenBucket
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError
 from kvtier.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.settings import Admission, WritePolicy
 from kvtier.system.disk import read_bounded
@@ -38,9 +28,6 @@ _BLOCK_MAX = 1 << 63
 _BYTES_MAX = 1 << 30
 _LINE_FORM = '{"timestamp": 27000, "hash_ids": [0, 1, 2]}'
 
-Task = TypeVar("Task")
-Answer = TypeVar("Answer")
-
 
 class Request(NamedTuple):
     """When, in seconds, and the numbers of the prompt's blocks, the head of the prefix first."""
@@ -49,7 +36,7 @@ class Request(NamedTuple):
     blocks: tuple[int, ...]
 
 
-class _Line(msgspec.Struct):
+class _TraceLine(msgspec.Struct):
     timestamp: float
     hash_ids: tuple[int, ...]
 
@@ -63,7 +50,7 @@ def read_trace(path: Path) -> list[Request]:
         raise ConfigError(
             str(path), f"cannot be read: {error.strerror}", "name the file of a trace"
         ) from error
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = msgspec.json.Decoder(_TraceLine)
     requests: list[Request] = []
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -160,9 +147,7 @@ class _Tier:
         room = min(plan.blocks, distinct)
         self.plan = plan
         self.result = TierResult(plan.kind, plan.blocks)
-        self.slot_of: dict[int, int] = {}
-        self.here = bytearray()
-        """For every block of every request so far, whether it was here when it was asked for."""
+        self._slot_of: dict[int, int] = {}
         self._block_at = [0] * room
         self._free = list(range(room - 1, -1, -1))
         self._policy: EvictionPolicy = create_policy(plan.eviction, room)
@@ -170,20 +155,23 @@ class _Tier:
         self._touches = Touches(plan.remembers) if second else None
         self._budget = None if plan.writes is None else _Budget(plan, plan.writes, start)
 
+    def having(self, blocks: Sequence[int]) -> bytes:
+        """Whether each of these is here."""
+        return bytes(map(self._slot_of.__contains__, blocks))
+
     def request(
         self,
         time: float,
         blocks: Sequence[int],
         keys: Sequence[bytes],
-        above: Sequence[bool] = (),
+        here: bytes,
+        above: bytes,
     ) -> list[int]:
         """Use what is here, and take in what is new if it comes this way; what was evicted.
-        `above` says of each block whether host memory had it."""
-        slot_of = self.slot_of
+        `here` says of each block whether it is here, `above` whether host memory had it."""
+        slot_of = self._slot_of
         if self._budget is not None:
-            self._budget.request(time, keys, above)
-        here = bytes(map(slot_of.__contains__, blocks))
-        self.here += here
+            self._budget.request(time, keys, list(map(bool, above)))
         count = here.find(0)
         if count < 0:
             count = len(blocks)
@@ -207,11 +195,11 @@ class _Tier:
         if self._touches is not None:
             again = set(self._touches.note([BlockKey(key) for key in keys]))
             named = zip(wanted, keys[first:], strict=True)
-            wanted = [block for block, key in named if key in again or block in self.slot_of]
+            wanted = [block for block, key in named if key in again or block in self._slot_of]
         if self._budget is not None:
             wanted = self._affordable(time, wanted, keys[first:])
         if self.plan.write is not WritePolicy.THROUGH:
-            wanted = [block for block in wanted if block in self.slot_of]
+            wanted = [block for block in wanted if block in self._slot_of]
         return wanted[: max(0, self.plan.blocks - first)]
 
     def _affordable(
@@ -219,7 +207,7 @@ class _Tier:
     ) -> Sequence[int]:
         """Those of the wanted blocks that are here, or that the budget is best spent on."""
         assert self._budget is not None
-        here = self.slot_of
+        here = self._slot_of
         fresh = [key for block, key in zip(wanted, keys, strict=False) if block not in here]
         worthy = self._budget.select(time, fresh)
         left, kept = self._budget.left, []
@@ -233,7 +221,7 @@ class _Tier:
 
     def catch(self, time: float, evicted: Sequence[int], name_of: Mapping[int, bytes]) -> list[int]:
         """Take in what the tier above evicts, if it is to come here; what had to go for it."""
-        left = [block for block in evicted if block not in self.slot_of]
+        left = [block for block in evicted if block not in self._slot_of]
         if self._touches is not None:
             twice = set(self._touches.twice([BlockKey(name_of[block]) for block in left]))
             left = [block for block in left if name_of[block] in twice]
@@ -252,7 +240,7 @@ class _Tier:
         some_held: bool = True,
     ) -> list[int]:
         """Store blocks, those that are here already used; what had to go for them."""
-        slot_of, block_at, free = self.slot_of, self._block_at, self._free
+        slot_of, block_at, free = self._slot_of, self._block_at, self._free
         blocks = blocks[: self.plan.blocks]
         held: list[int] = []
         new = blocks
@@ -285,209 +273,53 @@ class _Tier:
         """The slots of the first of these blocks, up to one that there was no room for."""
         slots = []
         for block in blocks:
-            slot = self.slot_of.get(block, UNKNOWN)
+            slot = self._slot_of.get(block, UNKNOWN)
             if slot == UNKNOWN:
                 break
             slots.append(slot)
         return slots
 
 
-class Trace:
-    """Requests as a simulation takes them: with the keys of their blocks, all made beforehand."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        every = set(chain.from_iterable(request.blocks for request in requests))
-        name_of = {block: block.to_bytes(8, "big") for block in every}
-        self.keys = [[name_of[block] for block in request.blocks] for request in requests]
-        self.name_of = name_of
-        self.ends = np.cumsum([len(request.blocks) for request in requests], dtype=np.int64)
-
-    @property
-    def references(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    @property
-    def seconds(self) -> float:
-        return self.requests[-1].time - self.requests[0].time if self.requests else 0.0
-
-    @property
-    def distinct(self) -> int:
-        """An upper bound of how many blocks there are."""
-        return len(self.name_of)
-
-    def seen_before(self) -> NDArray[np.bool_]:
-        """For every block of every request, whether a request before it asked for it."""
-        blocks = chain.from_iterable(request.blocks for request in self.requests)
-        flat = np.fromiter(blocks, dtype=np.int64, count=self.references)
-        seen = np.ones(len(flat), dtype=np.bool_)
-        seen[np.unique(flat, return_index=True)[1]] = False
-        return seen
-
-
-def groups_of(plans: Sequence[TierPlan]) -> list[tuple[TierPlan, ...]]:
-    """The tiers that must be simulated together: one that takes what is evicted from above, or
-    learns from what is missed there, with all above it. All others go their own way, whatever the
-    other tiers hold."""
-    bound = (
-        at
-        for at, plan in enumerate(plans)
-        if plan.write is WritePolicy.ON_EVICT or plan.writes is not None
-    )
-    last = max(bound, default=0)
-    return [tuple(plans[: last + 1]), *((plan,) for plan in plans[last + 1 :])]
-
-
-class GroupResult(msgspec.Struct):
-    """What the tiers of one group did: their counts, and which blocks they had at each request."""
-
-    tiers: list[TierResult]
-    here: list[bytes]
-
-
-def run_group(trace: Trace, plans: Sequence[TierPlan]) -> GroupResult:
-    """Run a trace through tiers that belong together."""
-    if len(plans) == 1 and _holds_all(trace, plans[0]):
-        here = trace.seen_before()
-        written = len(here) - int(here.sum())
-        return GroupResult(
-            [TierResult(plans[0].kind, plans[0].blocks, written=written)], [here.tobytes()]
-        )
-    start = trace.requests[0].time if trace.requests else 0.0
-    tiers = [_Tier(plan, trace.distinct, start) for plan in plans]
-    for (time, blocks), keys in zip(trace.requests, trace.keys, strict=True):
+def simulate(requests: Sequence[Request], plans: Sequence[TierPlan]) -> Simulation:
+    """Run a trace through a stack of these tiers, the first of which is host memory."""
+    name_of = {block: block.to_bytes(8, "big") for each in requests for block in each.blocks}
+    start = requests[0].time if requests else 0.0
+    tiers = [_Tier(plan, len(name_of), start) for plan in _with_memories(plans)]
+    references = 0
+    for time, blocks in requests:
+        references += len(blocks)
+        keys = [name_of[block] for block in blocks]
+        here = [tier.having(blocks) for tier in tiers]
+        _count_hits(tiers, here)
         evicted: list[int] = []
-        in_memory = list(map(tiers[0].slot_of.__contains__, blocks))
-        for tier in tiers:
-            gone = tier.request(time, blocks, keys, in_memory)
+        for tier, held in zip(tiers, here, strict=True):
+            gone = tier.request(time, blocks, keys, held, here[0])
             if evicted and tier.plan.write is WritePolicy.ON_EVICT:
-                gone += tier.catch(time, evicted, trace.name_of)
+                gone += tier.catch(time, evicted, name_of)
             if tier.plan.write is not WritePolicy.NEVER:
                 evicted = gone
-    return GroupResult([tier.result for tier in tiers], [bytes(tier.here) for tier in tiers])
+    return Simulation(references, [tier.result for tier in tiers])
 
 
-def _holds_all(trace: Trace, plan: TierPlan) -> bool:
-    """Whether a tier takes in every block and evicts none: nothing is left for a policy to say."""
-    return (
-        plan.write is WritePolicy.THROUGH
-        and plan.admission is Admission.ALWAYS
-        and plan.writes is None
-        and plan.blocks >= trace.distinct
-    )
+def _count_hits(tiers: Sequence[_Tier], here: Sequence[bytes]) -> None:
+    """Who serves which block of a request: of the longest prefix that the tiers hold together, each
+    those that no tier above it holds."""
+    together = list(accumulate(here, lambda some, more: bytes(map(or_, some, more))))
+    end = together[-1].find(0)
+    if end < 0:
+        end = len(together[-1])
+    served = 0
+    for tier, held in zip(tiers, together, strict=True):
+        found = held.count(1, 0, end)
+        tier.result.hits += found - served
+        served = found
 
 
-_Task = tuple[Trace, tuple[TierPlan, ...]]
-
-
-def put_together(
-    trace: Trace, plans: Sequence[TierPlan], parts: Sequence[GroupResult]
-) -> Simulation:
-    """Who serves which block: of each request the longest prefix that the tiers hold together."""
-    done = [tier for part in parts for tier in part.tiers]
-    having = [np.frombuffer(each, bool) for part in parts for each in part.here]
-    found = np.logical_or.reduce([np.zeros(trace.references, bool), *having])
-    # A block is served if none before it in its request was missing.
-    missing = np.cumsum(~found)
-    starts = np.concatenate([[0], trace.ends[:-1]]) if len(trace.ends) else trace.ends
-    before = np.concatenate([[0], missing])[starts]
-    left = missing == np.repeat(before, np.diff(trace.ends, prepend=0))
-    tiers = []
-    for plan, tier, here in zip(plans, done, having, strict=True):
-        hits = int((left & here).sum())
-        tiers.append(msgspec.structs.replace(tier, kind=plan.kind, hits=hits))
-        left &= ~here
-    return Simulation(trace.references, tiers)
-
-
-def simulate_all(
-    runs: Sequence[tuple[Trace, Sequence[TierPlan]]],
-    tell: Callable[[int], None] = lambda tiers: None,
-) -> list[Simulation]:
-    """Run traces through stacks, on all cores; `tell` hears how many tiers are done."""
-    asked: dict[_Task, int] = {}
-    for trace, plans in runs:
-        for task in _tasks(trace, plans):
-            asked[task] = asked.get(task, 0) + 1
-    # The longest first, so that all cores come to an end together.
-    tasks = sorted(asked, key=lambda task: -task[0].references * len(task[1]))
-    parts: dict[_Task, GroupResult] = {}
-    for number, part in spread(lambda task: run_group(*task), tasks):
-        parts[tasks[number]] = part
-        tell(len(tasks[number][1]) * asked[tasks[number]])
-    return [
-        put_together(trace, plans, [parts[task] for task in _tasks(trace, plans)])
-        for trace, plans in runs
-    ]
-
-
-def _tasks(trace: Trace, plans: Sequence[TierPlan]) -> list[_Task]:
-    """What has to be run. What a tier is called makes no difference, so it is left out; what feeds
-    it makes one only to how much it remembers."""
+def _with_memories(plans: Sequence[TierPlan]) -> list[TierPlan]:
+    """The same, each of which remembers as many blocks more as the tier holds that feeds it."""
     told, above = [], 0
     for plan in plans:
-        remembering = plan.admission is Admission.SECOND_TOUCH or plan.writes is not None
-        remembers = plan.remembers + above if remembering else 0
-        told.append(msgspec.structs.replace(plan, kind="", remembers=remembers))
+        told.append(msgspec.structs.replace(plan, remembers=plan.remembers + above))
         if plan.write is not WritePolicy.NEVER:
             above = plan.blocks
-    return [(trace, group) for group in groups_of(told)]
-
-
-_work: tuple[Callable[[Any], Any], Sequence[Any]] = (id, ())
-"""What forked workers do, and to what: they have it without a copy."""
-
-
-def spread(
-    function: Callable[[Task], Answer], tasks: Sequence[Task]
-) -> Iterator[tuple[int, Answer]]:
-    """The answer to each task with the task's number, as they come: from forked processes, as many
-    at once as there are cores. With threads running, or one core, everything is done here."""
-    global _work
-    cores = len(os.sched_getaffinity(0))
-    if cores == 1 or len(tasks) == 1 or threading.active_count() > 1:
-        for number, task in enumerate(tasks):
-            yield number, function(task)
-        return
-    _work = (function, tasks)
-    gc.freeze()  # or the collector of each fork would touch, and so copy, all of it
-    pool = ProcessPoolExecutor(min(cores, len(tasks)), get_context("fork"), _begin_worker)
-    left = len(tasks)
-    try:
-        with _signals_held():
-            number_of = {pool.submit(_run_task, number): number for number in range(left)}
-        for done in as_completed(number_of):
-            left -= 1
-            yield number_of[done], done.result()
-    except BrokenProcessPool as error:
-        raise KVTierError(
-            "a worker process was killed: run it again with more free memory"
-        ) from error
-    finally:
-        for worker in active_children() if left else ():
-            worker.kill()
-        pool.shutdown(cancel_futures=True)
-        gc.unfreeze()
-
-
-def _run_task(number: int) -> Any:
-    function, tasks = _work
-    return function(tasks[number])
-
-
-def _begin_worker() -> None:
-    gc.disable()  # it lives for a few tasks
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """What ends a command waits for the end of the block: what a handler raises amid Python's own
-    work after a fork is printed and lost, and a worker that nobody knows of would go on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return told

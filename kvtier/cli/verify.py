@@ -90,10 +90,13 @@ def verify(
         raise
     found.counts["quarantined"] = sum(part.quarantined for part in parts)
     left: list[str] = []
-    repaired = 0
+    repaired, broken = 0, troubles_of(inspectors)
     if repair:
         repaired, left = _repair(inspectors, found, chosen)
-    _report(found, inspectors, repaired if repair else None, left, json)
+        stay = [*troubles_of(inspectors), *left]
+        broken = [said for said in broken if said not in stay]
+    removed = [said.partition("; ")[0] for said in broken] if repair else []
+    _report(found, inspectors, repaired if repair else None, removed, left, json)
 
 
 def _sample_size(text: str, total: int) -> int:
@@ -166,7 +169,12 @@ def _repair(inspectors: Inspectors, found: Found, namespace: str) -> tuple[int, 
 
 
 def _report(
-    found: Found, inspectors: Inspectors, repaired: int | None, left: list[str], json: bool
+    found: Found,
+    inspectors: Inspectors,
+    repaired: int | None,
+    removed: list[str],
+    left: list[str],
+    json: bool,
 ) -> None:
     troubles = troubles_of(inspectors) + left
     for block, why in found.unread[:_SHOWN]:
@@ -185,6 +193,7 @@ def _report(
                 "bytes": found.bytes,
                 "bad": bad,
                 "repaired": repaired,
+                "removed": removed,
                 "troubles": troubles,
             }
         )
@@ -200,6 +209,8 @@ def _report(
         console.say(f"{amounts.size(found.bytes)} read: {_counted(found)}")
         if repaired is not None:
             console.say(f"{repaired} bad blocks taken out of use")
+            for broken in removed:
+                console.say_wrapped(f"removed, with what was in it: {broken}")
         elif found.bad:
             console.say("to take them out of use: stop their engines, then kvtier verify --repair")
     for trouble in troubles:

@@ -3,15 +3,14 @@
 All mistakes are reported in one go, each with its line, its place and a remedy. What a single tier
 can be told is in `kvtier.settings` and in its backend.
 
-- `stack_config`: the types that a stack file is decoded into.
-- `loader`: `load`, the way in; it checks the tiers against this machine and against each other.
-- `decode`: plain values into structs, and the wording of what is wrong with them.
-- `document`: YAML as plain values with their places, and the problems found in them.
+- `loader`: the types that a stack file is decoded into, and `load`, the way in; it checks the tiers
+  against this machine and against each other.
+- `document`: YAML as plain values with their places, these as structs, and the wording of what is
+  wrong with them.
 - `schema`: what a stack file may say, for editors and for people.
 """
 
-from kvtier.config.loader import Source, check, effective, folders, load
-from kvtier.config.stack_config import (
+from kvtier.config.loader import (
     TIERS_MAX,
     VERSION,
     LoadPolicy,
@@ -20,8 +19,13 @@ from kvtier.config.stack_config import (
     Name,
     RateSettings,
     Sleep,
+    Source,
     StackConfig,
+    check,
     check_engine,
+    effective,
+    folders,
+    load,
 )
 
 __all__ = [

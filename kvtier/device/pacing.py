@@ -70,7 +70,7 @@ SHARE = 0.02
 """So much of a step may be lost to what goes on beside it."""
 _REST_SLICE_S = 0.002
 """A step that begins while the engine rests may come in the middle of a slice."""
-_PATIENCE_S = 60.0
+_FORCED_AFTER_S = 60.0
 """An engine that never rests would keep slow copies for ever. After so long a slice may take more
 of one step than `SHARE`, but not of all steps together."""
 
@@ -97,7 +97,7 @@ class Gaps:
         if least <= room:
             self._fitted = now
             return room
-        return least if now - self._fitted >= _PATIENCE_S else 0.0
+        return least if now - self._fitted >= _FORCED_AFTER_S else 0.0
 
     def took(self, seconds: float) -> None:
         """What a slice has taken."""

@@ -1,10 +1,8 @@
 """How a medium is looked at from outside.
 
-- `inspector`: the interface and its defaults.
+- `inspector`: the interface and its defaults, what records are worth, and places to measure in.
 - `contents`: what an inspector reports, and what should be seen to; safe reads of foreign files.
-- `proofs`: what records are worth.
 - `filling`: how a copy reads from one tier and fills another.
-- `measuring`: places to measure in.
 """
 
 from kvtier.inspect.contents import (
@@ -23,8 +21,7 @@ from kvtier.inspect.contents import (
     Stored,
 )
 from kvtier.inspect.filling import CopyAudit, Filling, Source
-from kvtier.inspect.inspector import Inspector
-from kvtier.inspect.proofs import Proof, Prover, Verdict
+from kvtier.inspect.inspector import Inspector, Proof, Prover, Verdict
 
 __all__ = [
     "Block",

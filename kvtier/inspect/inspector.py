@@ -10,15 +10,32 @@ its tiers. For the rest the methods here raise `Unsupported`, which says what th
 
 from __future__ import annotations
 
-from abc import ABC
+import enum
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from kvtier.errors import ConfigError, KVTierError, Unsupported, describe_error
+from kvtier import amounts
+from kvtier.errors import (
+    ConfigError,
+    FormatError,
+    KVTierError,
+    MediumError,
+    Unsupported,
+    describe_error,
+)
 from kvtier.inspect.contents import (
     Block,
     Cleared,
@@ -33,16 +50,25 @@ from kvtier.inspect.contents import (
     SlotMap,
     Stored,
     Writes,
+    size_below,
     standing,
 )
 from kvtier.inspect.filling import TAKE_ALL, Filling, ListedSource, Source, TierOpener
-from kvtier.inspect.measuring import folder_beside, with_slack
-from kvtier.inspect.proofs import HandlerProver, Prover
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.tier import TierContext
+from kvtier.record.record import (
+    CODEC_RAW,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Header,
+    record_bytes,
+    verify,
+)
 from kvtier.settings import ByteSize, Capacity, TierSettings
-from kvtier.system.disk import Disk
-from kvtier.types import BlockKey, Namespace
+from kvtier.system import memory as memory_limits
+from kvtier.system.disk import Disk, lock_within
+from kvtier.types import BlockKey, Namespace, Outcome
 
 S = TypeVar("S", bound=TierSettings)
 
@@ -299,3 +325,210 @@ class Inspector(ABC, Generic[S]):
 
     def _cannot(self, what: str, remedy: str) -> Unsupported:
         return Unsupported(f"a tier of kind {self.kind} cannot {what}: {remedy}")
+
+
+# -- places to measure in --------------------------------------------------------------------------
+
+
+BENCH_MARK = ".kvtier-bench-"
+"""How the names of the folders begin that measuring makes, and removes."""
+_BENCH_S = 600.0
+"""Measuring claims its folder within this time; younger ones may be about to."""
+
+
+def with_slack(room: int) -> int:
+    """The capacity of a tier in which so much is to fit."""
+    return room + room // 8
+
+
+@contextmanager
+def folder_beside(home: Path, room: int, kept: int = 0) -> Iterator[Path]:
+    """An empty folder on the disk of a tier's own, outside of what counts against its budget; gone
+    afterwards. `kept` is to stay free there."""
+    near = standing(home)
+    beside = home.parent
+    if near.stat().st_dev != beside.stat().st_dev or not os.access(beside, os.W_OK | os.X_OK):
+        beside = near  # it is the root of a disk, or nothing may be written beside it
+    refuse_without_room(beside, with_slack(room), kept)
+    folder = Path(tempfile.mkdtemp(prefix=f"{BENCH_MARK}{os.getpid()}-", dir=beside))
+    try:
+        with holding(folder):  # for as long as it is held, `gc` leaves it alone
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_without_room(folder: Path, wanted: int, kept: int = 0) -> None:
+    """Opening the tier would refuse, too, but speak of a capacity that the user never wrote."""
+    free = Disk().free_bytes(folder) - kept
+    in_memory = memory_limits.in_memory(folder)
+    if in_memory and (left := memory_limits.memory_left()) is not None:
+        free = min(free, left)  # a container may have less
+    if free < wanted:
+        raise MediumError(
+            f"{folder} has too little free room to measure with {amounts.size(wanted)}: free some, "
+            "or measure with fewer blocks (bench --blocks) or not at all (--no-measure)"
+        )
+
+
+def left_behind(root: Path) -> Iterator[Garbage]:
+    """What measurements that were killed left in a tier's folder or beside it."""
+    for folder in {root, root.parent}:
+        for path in sorted(folder.glob(f"{BENCH_MARK}*")):
+            with suppress(FileNotFoundError):  # it has just ended
+                if not _lives(path):
+                    what = "folder of a measurement that was killed"
+                    yield Garbage(what, str(path), size_below(path), partial(_remove, path))
+
+
+def _lives(path: Path) -> bool:
+    young = time.time() - path.stat().st_mtime < _BENCH_S
+    return young or folder_held(path)
+
+
+def _remove(path: Path) -> bool:
+    with suppress(FileNotFoundError):  # somebody else has just removed it
+        if _lives(path):
+            return False
+    shutil.rmtree(path, ignore_errors=True)
+    return not path.exists()
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Let others see that somebody works in a folder, whatever it is for."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def folder_held(folder: Path) -> bool:
+    """Whether a live process is `holding` it; another user's, or no folder, counts as held."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (PermissionError, NotADirectoryError):
+        return True
+    try:
+        return not lock_within(fd, fcntl.LOCK_EX, 0.0)
+    finally:
+        os.close(fd)
+
+
+# -- proofs of records -----------------------------------------------------------------------------
+
+
+class Proof(enum.Enum):
+    """What reading a record has shown."""
+
+    GOOD = "good"
+    BAD = "bad"
+    GONE = "gone"
+    """Its slot was used again, or its object deleted, while it was read."""
+    NEWER = "newer"
+    """A newer kvtier has written it: it is left alone."""
+    UNREAD = "unread"
+    """The medium failed."""
+
+
+class Verdict(NamedTuple):
+    """What a block's record is worth, why it is bad if it is, and the raw record if it is good."""
+
+    proof: Proof
+    why: str = ""
+    record: memoryview | None = None
+
+
+NEWER = Verdict(Proof.NEWER, "written by a newer kvtier")
+
+
+class Prover(ABC):
+    """Reads the records of one tier and checks them; from several threads at once."""
+
+    @abstractmethod
+    def prove(self, block: Block) -> Verdict:
+        """Read a block's record; what it is worth."""
+
+    def bytes_of(self, block: Block) -> int:
+        """The memory that a block's proof takes, its record included."""
+        return 2 * block.bytes  # what is read in pieces is there twice when they are joined
+
+    def close(self) -> None:  # noqa: B027 - not every medium has something to release
+        """Release files and connections."""
+
+
+class HandlerProver(Prover):
+    """Reads blocks through the handler of their tier, from where a listing says that they are."""
+
+    def __init__(
+        self, open_handler: Callable[[Namespace], Handler], namespaces: Mapping[str, Namespace]
+    ) -> None:
+        self._open_handler = open_handler
+        self._namespaces = namespaces
+        self._handlers: dict[str, Handler] = {}
+        self._opening = threading.Lock()
+
+    def prove(self, block: Block) -> Verdict:
+        namespace = self._namespaces.get(block.namespace)
+        if namespace is None or block.at is None:
+            return Verdict(Proof.UNREAD, "nothing says how large its payload should be")
+        size = record_bytes(namespace.payload_of(block.key))
+        record = memoryview(mmap.mmap(-1, record_bytes(namespace.payload_bytes)))
+        try:
+            with self._opening:
+                if block.namespace not in self._handlers:
+                    self._handlers[block.namespace] = self._open_handler(namespace)
+            handler = self._handlers[block.namespace]
+        except KVTierError as error:
+            return Verdict(Proof.UNREAD, str(error))
+        (outcome,) = handler.load(block.at, [block.key], [record])
+        if outcome is Outcome.GONE:
+            return Verdict(Proof.GONE, "it was removed meanwhile")
+        if outcome is Outcome.CORRUPT:
+            return Verdict(Proof.BAD, "what is there cannot be the block")
+        if not outcome.ok:
+            return Verdict(Proof.UNREAD, outcome.value)
+        return judge(record[:size], block)
+
+    def bytes_of(self, block: Block) -> int:
+        namespace = self._namespaces.get(block.namespace)
+        return record_bytes(namespace.payload_bytes) if namespace else block.bytes
+
+    def close(self) -> None:
+        for handler in self._handlers.values():
+            handler.close()
+
+
+def judge(record: memoryview, block: Block) -> Verdict:
+    """What a raw record is worth."""
+    if verify(record, block.key, bytes.fromhex(block.namespace)).ok:
+        return Verdict(Proof.GOOD, "", record)
+    if is_newer(record):
+        return NEWER
+    return Verdict(Proof.BAD, why_bad(record, block))
+
+
+def is_newer(record: memoryview) -> bool:
+    """Whether a newer kvtier has written this record, which is then to be left alone."""
+    if bytes(record[: len(MAGIC)]) != MAGIC:
+        return False
+    return int.from_bytes(record[len(MAGIC) : len(MAGIC) + 2], "little") > VERSION
+
+
+def why_bad(record: memoryview, block: Block) -> str:
+    """What is wrong with a record that fails, in words."""
+    try:
+        header = Header.read(record)
+    except FormatError as error:
+        return str(error)
+    if header.key != block.key:
+        return f"the record belongs to the key {header.key.hex()}"
+    if header.namespace.hex() != block.namespace:
+        return f"the record belongs to the namespace {header.namespace.hex()}"
+    if header.payload_bytes > len(record) - HEADER_BYTES:
+        return f"a payload of {header.payload_bytes} bytes does not fit its slot"
+    if header.codec != CODEC_RAW:
+        return f"codec {header.codec}, where only raw records may be"
+    return "the payload fails its checksum"

@@ -1,7 +1,7 @@
 """What others implement: the contracts between the chain, the tiers and the movers.
 
 - `backend`: a kind of tier, found by its entry point; it opens the other two.
-- `tier`: the catalogue of a medium, on the scheduler's thread; `events`: what it tells of itself.
+- `tier`: the catalogue of a medium, on the scheduler's thread, and its events.
 - `handler`: the data side of a medium, in the mover.
 - `mover`: what carries transfers out between two handlers.
 """

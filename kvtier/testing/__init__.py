@@ -4,13 +4,11 @@
 - `contract`, `contract_medium`: what every tier promises, sentence by sentence.
 - `stateful`: any tier, step by step beside the memory tier of `memory`.
 - `faults`: a disk that fails, and a tier on it.
-- `mover`: what every mover promises.
-- `media`: small media, folders and processes that the suites use.
 """
 
 import sys
 
-SUITES = ("contract", "contract_medium", "faults", "mover", "stateful", "subject")
+SUITES = ("contract", "contract_medium", "faults", "stateful", "subject")
 
 if pytest := sys.modules.get("pytest"):
     pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in SUITES))

@@ -22,7 +22,6 @@ from kvtier.interfaces.handler import HostHandler
 from kvtier.record.record import ALIGN, HEADER_BYTES, record_bytes
 from kvtier.settings import ByteSize, Capacity, dec_hook, enc_hook
 from kvtier.testing.faults import Call, FaultyDisk
-from kvtier.testing.media import load_elsewhere
 from kvtier.testing.subject import (
     GROUPED,
     LARGE,
@@ -32,6 +31,7 @@ from kvtier.testing.subject import (
     blank,
     failures,
     fill,
+    load_elsewhere,
     make_keys,
     prove,
     sealed,

@@ -20,9 +20,8 @@ from kvtier.inspect import Filling, Inspector, Reach
 from kvtier.inspect.contents import Depth
 from kvtier.inspect.filling import TAKE_ALL
 from kvtier.interfaces.backend import Backend, TierContext
-from kvtier.interfaces.events import Events
 from kvtier.interfaces.handler import HostHandler, own_spec
-from kvtier.interfaces.tier import Tier
+from kvtier.interfaces.tier import Events, Tier
 from kvtier.record.record import Buffer, record_bytes
 from kvtier.settings import ByteSize, Capacity, TierSettings, check_capacity
 from kvtier.types import (

@@ -1,19 +1,28 @@
-"""What a backend's author states of it, and the blocks that the suites use."""
+"""What a backend's author states of it, and what the suites work with: blocks, an opened tier, a
+handler in another process, folders in shared memory."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvtier.interfaces.backend import Backend, TierContext
+import msgspec
+
+from kvtier.interfaces.backend import Backend, TierContext, backend
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.tier import Tier
+from kvtier.move.protocol import TierOpening
 from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, seal, verify
 from kvtier.settings import TierSettings
 from kvtier.system.disk import Disk
@@ -270,7 +279,7 @@ class Rig:
         total = 0
         for folder, _, names in os.walk(self.folder):
             for name in names:
-                with suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError):
                     total += os.lstat(Path(folder) / name).st_size
         return total
 
@@ -278,3 +287,80 @@ class Rig:
 def failures(keys: Sequence[BlockKey], outcome: Outcome) -> Mapping[BlockKey, Outcome]:
     """All these keys failed, all in the same way."""
     return dict.fromkeys(keys, outcome)
+
+
+# A handler in a process that knows settings and context alone, as that of the mover does.
+
+
+class Question(msgspec.Struct):
+    """What to open, and what to load there."""
+
+    opening: TierOpening
+    context: TierContext
+    spec: msgspec.Raw
+    keys: list[BlockKey]
+
+
+def load_elsewhere(
+    settings: TierSettings, context: TierContext, spec: LoadStoreSpec, keys: Sequence[BlockKey]
+) -> list[Outcome]:
+    """Load pinned keys, at most as many as one call may have, and prove them, in a new process."""
+    opening, place = TierOpening.of(settings), msgspec.Raw(msgspec.msgpack.encode(spec))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()"],
+        input=msgspec.msgpack.encode(Question(opening, context, place, list(keys))),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return msgspec.msgpack.decode(done.stdout, type=list[Outcome])
+
+
+def answer() -> None:
+    """Answer a question from stdin."""
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Question)
+    found, namespace = backend(asked.opening.kind), asked.context.namespace
+    handler = found.open_handler(asked.opening.read(), asked.context)
+    records = [blank(namespace) for _ in asked.keys]
+    spec = msgspec.msgpack.decode(asked.spec, type=found.spec)
+    outcomes = handler.load(spec, asked.keys, records)
+    for index, (key, record) in enumerate(zip(asked.keys, records, strict=True)):
+        if outcomes[index].ok:
+            outcomes[index] = prove(record, key, namespace)
+    handler.close()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(outcomes))
+
+
+# Folders in shared memory for tests and benchmarks, which do not outlive them for long.
+#
+# A process that is killed removes nothing. Shared memory that nobody uses slows down all of the
+# machine, so each folder names its owner, and whoever makes the next one removes those whose owner
+# is gone.
+
+SHARED = Path("/dev/shm")
+_NAME = re.compile(r"kvtier-(?:test|bench)-(\d+)-[0-9a-f]+")
+
+
+def make_memory_folder(kind: str = "test", parent: Path = SHARED) -> Path:
+    """A new folder of this process; the caller removes it. `kind` is "test" or "bench"."""
+    remove_ownerless(parent)
+    folder = parent / f"kvtier-{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def remove_ownerless(parent: Path = SHARED) -> None:
+    """Remove the folders whose owner has ended."""
+    for path in parent.iterdir():
+        named = _NAME.fullmatch(path.name)
+        if named is not None and not _alive(int(named[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(PermissionError):  # another user's
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True

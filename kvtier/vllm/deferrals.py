@@ -27,7 +27,7 @@ from kvtier.vllm.requests import (
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
+ROOM_WAIT_S = 1.0
 """How long a request waits for room where it is not known how long its prompt takes to compute."""
 _LATE = 2.0
 """A load that others hold up may take somewhat longer than expected; this one is late."""
@@ -76,7 +76,7 @@ class LoadDeadlines:
         waited = self._clock() - since
         computing = self._costs.recompute_seconds(start, stop) if self._costs else None
         if self._costs is None or computing is None:
-            return waited < PATIENCE_S
+            return waited < ROOM_WAIT_S
         spared = min(self._costs.spared_seconds(start, stop), self._load_seconds)
         return waited < max(computing, spared) and self._costs.drain_seconds() < computing / 2
 

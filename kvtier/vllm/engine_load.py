@@ -64,7 +64,7 @@ class _Steps(NamedTuple):
         return _Steps(self.number + 1, self.seconds + seconds, self.tokens + tokens, middles)
 
 
-class Pace:
+class StepTimes:
     """Tells the cost model of every step that computed prompts. On the scheduler's thread.
 
     With steps scheduled ahead, word of a step's end may be late: the engine's thread was launching
@@ -145,7 +145,7 @@ class EngineLoad:
     ) -> None:
         self._requests = requests
         self._costs = costs
-        self.pace = Pace(costs, clock)
+        self.pace = StepTimes(costs, clock)
         self._left: dict[str, tuple[int, int]] = {}
         self._seconds: float | None = 0.0
         """How long all of that takes to compute; None if it is to be reckoned anew."""

@@ -49,7 +49,7 @@ _BYTES_A_HASH = 110
 """With its entry among the announced ones."""
 
 
-class Place(NamedTuple):
+class EventPlace(NamedTuple):
     """Where blocks are, as events say it."""
 
     medium: str
@@ -57,14 +57,14 @@ class Place(NamedTuple):
     ownership: str | None = None
 
 
-def place_of(medium: str, *, by_tier: bool) -> Place:
+def place_of(medium: str, *, by_tier: bool) -> EventPlace:
     """How events name a tier's place. All routers read the medium; with more than that (`by_tier`)
     Dynamo drops the event, and llm-d's recovery by snapshots refuses it."""
     if medium in ("cpu", "memory"):
-        return Place("CPU")
+        return EventPlace("CPU")
     if not by_tier:
-        return Place("STORAGE")
-    return Place("STORAGE", {"nvme": "LOCAL", "object": "REMOTE"}.get(medium), medium)
+        return EventPlace("STORAGE")
+    return EventPlace("STORAGE", {"nvme": "LOCAL", "object": "REMOTE"}.get(medium), medium)
 
 
 class _Description(msgspec.Struct, gc=False):
@@ -99,7 +99,7 @@ class DescribedEvents:
         known_as: KnownAs,
         holders: Holders,
         kinds: Mapping[int, tuple[str | None, int | None]],
-        places: Sequence[Place],
+        places: Sequence[EventPlace],
         bytes_max: int = _BYTES_MAX,
     ) -> None:
         self._known_as, self._holders = known_as, holders
@@ -113,7 +113,7 @@ class DescribedEvents:
         """Of blocks that are on their way into a tier, or gone from all of them."""
         self._found: dict[BlockKey, None] = {}
         """Described blocks that tiers may have had before, to be looked for."""
-        self._announced: dict[tuple[Place, int], dict[Any, int]] = {}
+        self._announced: dict[tuple[EventPlace, int], dict[Any, int]] = {}
         """In how many chunks each of vLLM's blocks is that was announced, by place and group."""
         self._taken_back: list[Any] = []
         """Events to be told before all others."""
@@ -234,7 +234,9 @@ class DescribedEvents:
 
     # -- what routers are told -----------------------------------------------------------------
 
-    def _announce(self, key: BlockKey, description: _Description, place: Place) -> Iterator[Any]:
+    def _announce(
+        self, key: BlockKey, description: _Description, place: EventPlace
+    ) -> Iterator[Any]:
         """Tell of those blocks of a chunk of which nothing was told: the last ones, because each
         hash covers all that comes before it."""
         group = group_of(key)
@@ -262,7 +264,9 @@ class DescribedEvents:
             **place._asdict(),
         )
 
-    def _take_back(self, key: BlockKey, description: _Description, place: Place) -> Iterator[Any]:
+    def _take_back(
+        self, key: BlockKey, description: _Description, place: EventPlace
+    ) -> Iterator[Any]:
         """Tell that those blocks of a chunk are gone that no other chunk has there."""
         group = group_of(key)
         chunks = self._announced.get((place, group), {})
@@ -276,7 +280,7 @@ class DescribedEvents:
             yield _removed(gone, group, place)
 
 
-def _removed(hashes: list[Any], group: int, place: Place) -> Any:
+def _removed(hashes: list[Any], group: int, place: EventPlace) -> Any:
     return BlockRemoved(block_hashes=hashes, group_idx=group, **place._asdict())
 
 

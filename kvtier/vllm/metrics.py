@@ -81,7 +81,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:blocks": ("Blocks that a tier holds", ("tier",)),
     "kvtier:bytes_used": ("Bytes in use of a tier's capacity", ("tier",)),
     "kvtier:bytes_capacity": ("A tier's capacity", ("tier",)),
-    "kvtier:pinned_blocks": ("Blocks being read", ("tier",)),
+    "kvtier:reading_blocks": ("Blocks being read", ("tier",)),
     "kvtier:write_budget_bytes_per_second": (
         "Bytes that may be written to a tier in the long run",
         ("tier",),
@@ -269,7 +269,7 @@ class Meter:
             yield "kvtier:blocks", label, tier.blocks
             yield "kvtier:bytes_used", label, tier.bytes_used
             yield "kvtier:bytes_capacity", label, tier.bytes_capacity
-            yield "kvtier:pinned_blocks", label, tier.pinned
+            yield "kvtier:reading_blocks", label, tier.pinned
             yield "kvtier:retained_blocks", label, tier.retained
         for tier, budget in zip(found.tiers, found.budgets, strict=False):
             if budget is not None:

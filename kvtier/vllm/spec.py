@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
-from kvtier.system import numa
+from kvtier.system.memory import Topology
 from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
 from kvtier.vllm.guard import guarded, never_raising
@@ -119,7 +119,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
     def _near(self) -> tuple[int, ...]:
         """The nodes of its GPUs."""
         index, ranks = self.config.parallel.data_parallel_index, self.config.parallel.world_size
-        return numa.Topology().near(index * ranks, ranks, os.environ)
+        return Topology().near(index * ranks, ranks, os.environ)
 
 
 class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]

@@ -20,7 +20,7 @@ import numpy as np
 from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.cpu import CpuCopier, host_arrays
 from kvtier.device.cuda import device as cuda_device
-from kvtier.device.direct.kvikio_driver import DirectAccess, KvikioDriver, probe
+from kvtier.device.direct import DirectAccess, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks, DeviceLayout
 from kvtier.device.pacing import EngineSteps
 from kvtier.device.pinned import PinPlan

@@ -21,7 +21,7 @@ from kvtier.core.slab import layout, slab_files
 from kvtier.core.slab.slab_files import SlabBlock
 from kvtier.errors import MediumInUse
 from kvtier.inspect import Garbage, Proof
-from kvtier.inspect.measuring import BENCH_MARK, holding
+from kvtier.inspect.inspector import BENCH_MARK, holding
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 
 

@@ -35,7 +35,7 @@ OTHERS = [
     ["--version"],
     ["--help"],
     ["ls", "--help"],
-    ["config", "reference"],
+    ["config", "schema"],
     ["config", "schema"],
 ]
 every = pytest.mark.parametrize("words", [*ALL, *OTHERS], ids=lambda words: "-".join(words[:2]))

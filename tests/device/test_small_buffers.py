@@ -14,10 +14,8 @@ from support.device.fake_device import FakeDevice, FakeStage
 from support.processes.clocks import Clock
 
 from kvtier.core.slab import layout as table
-from kvtier.device.accelerator import Stage
-from kvtier.device.copier import CopyJob
-from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.cuda.paths import STORES_AT_ONCE, StagedPath, StagePool
+from kvtier.device.copier import CopyJob, Stage
+from kvtier.device.cuda.copier import STORES_AT_ONCE, CudaCopier, StagedPath, StagePool
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pacing import EngineSteps, StorePace
 from kvtier.device.queue import CopyBatch, JobQueue

@@ -19,7 +19,7 @@ from support.processes.dynamo_indexer import Indexer, Overlap, until
 from kvtier import Stack
 from kvtier.chain.plan import HOST
 from kvtier.record.record import record_bytes
-from kvtier.testing.media import make_memory_folder
+from kvtier.testing.subject import make_memory_folder
 from kvtier.types import BlockKey, Namespace, Presence, block_key
 
 BLOCK, CHUNK_BLOCKS = 16, 4

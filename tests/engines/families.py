@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvtier.vllm.serving import tiny_model
-from kvtier.vllm.serving.tiny_model import Family, save_tokenizer
+from kvtier.vllm import tiny_model
+from kvtier.vllm.tiny_model import Family, save_tokenizer
 
 IMAGE = "<image>"
 IMAGE_PIXELS, IMAGE_TOKENS = 56, 8

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.engine import Engine
-from kvtier.testing.media import make_memory_folder
+from kvtier.testing.subject import make_memory_folder
 
 
 class World:

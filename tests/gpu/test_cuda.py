@@ -185,7 +185,7 @@ def test_kernels_that_were_built_at_the_start_are_not_built_again(
 
 def test_kernels_are_launched_by_the_driver_alone(torch: Any) -> None:
     """By Triton, a link would be kept waiting for the host."""
-    launch = pytest.importorskip("kvtier.device.cuda.launch")
+    launch = pytest.importorskip("kvtier.device.cuda.runtime")
     stage = Stage(torch, 16384)
     assert stage.run(STORE, DeviceBlocks(np.arange(6), [6, 0], [0, 0])).ok
     interpreted = pytest.importorskip("triton").knobs.runtime.interpret

@@ -19,8 +19,7 @@ from support.device.host_reads import HostDriver
 from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob
 from kvtier.device.cuda import device as cuda_device
-from kvtier.device.direct.kvikio_driver import KvikioDriver, probe
-from kvtier.device.direct.loader import DirectDriver, DirectLoader
+from kvtier.device.direct import DirectDriver, DirectLoader, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part

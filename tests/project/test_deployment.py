@@ -68,8 +68,18 @@ def test_the_service_of_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"Environment=HOME=/var/cache/{unit['CacheDirectory']}\n" in text, "vLLM writes there"
 
 
+def test_the_compose_file() -> None:
+    server = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]
+    found = understood(["kvtier", *server["command"]])
+    assert found["rest"] == ["--port", "8000"]
+    mounted = dict(each.split(":")[:2] for each in server["volumes"])
+    assert str(found["config"]) in mounted.values()
+    assert (DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]).is_file()
+
+
 def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
-    given, deployment = documents()
+    given, deployment, reached = documents()
+    assert reached["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     text = given["data"]["stack.yaml"].replace("/kvtier/blocks", str(tmp_path))
     stack = tmp_path / "stack.yaml"
     stack.write_text(re.sub(r"(\d+)GiB", r"\1MiB", text))  # it is that of another machine
@@ -88,6 +98,9 @@ def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
     mounts = {each["name"]: each["mountPath"] for each in server["volumeMounts"]}
     assert str(where) == f"{mounts['stack']}/stack.yaml"
     assert mounts["shm"] == "/dev/shm"
+    start, alive = server["startupProbe"], server["livenessProbe"]
+    assert start["httpGet"] == server["readinessProbe"]["httpGet"] == alive["httpGet"]
+    assert start["httpGet"] == {"path": "/health", "port": reached["spec"]["ports"][0]["port"]}
     assert Path(found["model"]).is_relative_to(mounts["models"])
     assert {each["name"] for each in pod["volumes"]} == set(mounts)
 

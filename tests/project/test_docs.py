@@ -114,6 +114,18 @@ def test_what_is_not_run_here_is_run_elsewhere(page: Path) -> None:
             assert runner.is_file(), f"{page.name} says that {block.run_by} runs {block.commands}"
 
 
+def test_what_the_readme_leaves_in_a_checkout_is_ignored() -> None:
+    """Tests copy what git would take; a stack file that is there fails the commands of the page."""
+    text = " ".join(each for block in blocks(ROOT / "README.md") for each in block.commands)
+    commands = r"(?:config init|--folder|tiny_model|embedded\.py|>) (?:\./)?([\w.-]+)"
+    made = set(re.findall(commands, text)) | set(re.findall(r"file://\$PWD/(\w+)", text))
+    assert {"stack.yaml", "blocks", "example-blocks", "model", "bucket", "first.log"} <= made
+    paths = [each if "." in each else f"{each}/" for each in sorted(made)]
+    asked = ["git", "check-ignore", "--no-index", *paths]
+    ignored = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ignored.stdout.split() == paths
+
+
 def test_blocks_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

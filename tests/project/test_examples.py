@@ -21,6 +21,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_embedded(tmp_path: Path) -> None:
+    page = EXAMPLES.parent / "docs" / "reference" / "library.md"
+    program = (EXAMPLES / "embedded.py").read_text(encoding="utf-8")
+    assert f"```python\n{program}```" in page.read_text(encoding="utf-8")
     command = [sys.executable, str(EXAMPLES / "embedded.py"), str(tmp_path / "blocks")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "nvme   100 blocks,  100 hits" in done.stdout

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from kvtier.config import load
-from kvtier.config.schema import descriptions, json_schema, reference
+from kvtier.config.schema import descriptions, json_schema
 from kvtier.interfaces.backend import backend, kinds
+from tools.configuration_reference import reference
 
 ROOT = Path(__file__).parents[2]
 STACKS = sorted((ROOT / "configs").glob("*.yaml"))

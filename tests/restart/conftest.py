@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from kvtier.testing.media import install
-from kvtier.testing.mover import MoverRig
+from support.movers.contract import MoverRig
+from support.movers.media import install
 
 
 @pytest.fixture
@@ -17,7 +16,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """The test's backends are found in the mover's process like those that anybody installs."""
     folder = tmp_path_factory.mktemp("site")
     install(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    for each in (Path(__file__).parents[1], folder):
+        monkeypatch.setenv("PYTHONPATH", str(each), prepend=os.pathsep)
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier.testing.media import make_memory_folder
+from kvtier.testing.subject import make_memory_folder
 
 
 def test_a_dead_owners_folder_is_removed_and_a_living_ones_stays(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from kvtier.testing import media as m; "
+    code = "import sys; from pathlib import Path; from kvtier.testing import subject as m; "
     code += "print(m.make_memory_folder('bench', Path(sys.argv[1])))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True

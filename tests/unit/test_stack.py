@@ -13,17 +13,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.processes.cli_world import flip
 
-from kvtier import Stack, load_config
+from kvtier import Stack, block_key, load_config
 from kvtier.amounts import size
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.errors import ConfigError, ConfigErrors, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
 from kvtier.record.record import record_bytes
+from kvtier.stack import Settled
 from kvtier.testing.memory import MemoryHandler, MemoryTier
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey, Namespace, TierStats
+from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -57,6 +59,66 @@ def test_what_host_memory_cannot_hold_comes_back_from_below(tmp_path: Path, mode
         assert stack.chain.chain_stats().hits[1] >= 16
     with Stack.open(config(tmp_path, mode=mode), NAMESPACE) as stack:
         assert stack.load(list(wanted)) == wanted, "after a restart too"
+
+
+@pytest.mark.parametrize("policy", ["through", "on_evict"])
+@pytest.mark.parametrize("at_once", [1, 200])
+def test_a_store_waits_rather_than_evict_what_is_not_written_down(
+    tmp_path: Path, policy: str, at_once: int
+) -> None:
+    """1000 blocks of 1 MiB, stored into 64 MiB over a disk, were taken, and 775 could be loaded."""
+    tiers, wanted = config(tmp_path), blocks(200)
+    tiers["tiers"][1] |= {"write": policy, "capacity": "64MiB"}  # slabs for all, from the start
+    with Stack.open(tiers, NAMESPACE) as stack:
+        taken = []
+        for start in range(0, 200, at_once):
+            taken += stack.store(blocks(at_once, start))
+        assert taken == list(wanted)
+        assert stack.settle() == Settled(True, [])
+        assert stack.load(list(wanted)) == wanted, "nor does a load evict what is only there"
+
+
+def test_a_store_takes_only_what_it_has_room_for_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(type(stack.mover), "down", True)
+            assert stack.store(blocks(20), seconds=0.0) == make_keys(8)
+            assert stack.store(blocks(4, start=8), seconds=0.0) == []
+            assert not stack.settle(0.0).done
+        assert stack.store(blocks(4, start=8)) == make_keys(4, start=8)
+        assert stack.settle()
+        assert stack.load(make_keys(12)) == blocks(12)
+
+
+def test_settle_says_what_was_lost(tmp_path: Path) -> None:
+    """Memory alone evicts for want of room, and says so once."""
+    tiers = config(tmp_path)
+    del tiers["tiers"][1]
+    with Stack.open(tiers, NAMESPACE) as stack:
+        assert len(stack.store(blocks(12))) == 8, "of what it has taken it names what it holds"
+        stack.settle()
+        stack.store(blocks(8, start=20))
+        stack.store(blocks(8, start=40))
+        assert stack.settle() == Settled(True, make_keys(8, start=20))
+        assert stack.settle(), "it is said once"
+
+
+def test_a_stack_answers_like_a_mapping(tmp_path: Path) -> None:
+    one, two, three = make_keys(3)
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(2))
+        stack.settle()
+        stack.chain.tiers[0].forget([two])
+        assert stack.lookup([three, two, one]) == {one: "cpu", two: "nvme"}
+        assert (one in stack, two in stack, three in stack) == (True, True, False)
+        stack.delete([one, three])
+        assert stack.lookup([one, two]) == {two: "nvme"}
+        assert [tier.blocks for tier in stack.stats().tiers] == [0, 1]
+        assert stack.settle(), "what was deleted is not lost"
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        assert stack.load([one, two]) == {two: payload(two)}
 
 
 def test_a_write_budget_bounds_what_reaches_the_disk_and_is_kept(tmp_path: Path) -> None:
@@ -350,7 +412,7 @@ def test_who_waits_for_a_turn_waits_no_longer_than_was_said(
         other = threading.Thread(target=stack.load, args=(make_keys(8),))
         other.start()
         loading.wait()
-        found, settled = stack.load(make_keys(8), seconds=0.01), stack.settle(seconds=0.0)
+        found, settled = stack.load(make_keys(8), seconds=0.01), stack.settle(seconds=0.0).done
         still_loading = not goes_on.is_set() and other.is_alive()
         goes_on.set()
         other.join()
@@ -376,6 +438,34 @@ def test_a_tier_that_raises_when_it_is_asked_first_keeps_no_other_open(
         assert stack.context.engine == "unit", "nobody holds its memory"
 
 
+@pytest.mark.parametrize("proves", [True, False])
+def test_a_block_that_does_not_verify_is_logged_with_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, proves: bool
+) -> None:
+    """It was counted, and nothing else; of many the log has the first, and each doubling."""
+    with Stack.open(config(tmp_path), NAMESPACE) as stack:
+        stack.store(blocks(8))
+        stack.settle()
+        stack.chain.tiers[0].forget(make_keys(8))
+        disk = stack.chain.tiers[1]
+        places = disk.files(disk.prepare_load(make_keys(8)))
+        disk.complete_load(make_keys(8))
+        for place in places:
+            flip(Path(place.path), place.at + 5000)
+        for key in make_keys(8):
+            ticket = stack.chain.begin_load([key], "one", float("inf"), proves=proves)
+            while not ticket.landed:
+                stack.mover.wait(1)
+                stack.chain.poll()
+            bad = {key: Outcome.CORRUPT} if proves else {}
+            stack.chain.end_load(ticket, bad)
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 4, "of the first, second, fourth and eighth"
+    where = f"{make_keys(1)[0].hex()}, {places[0].path} at {places[0].at}"
+    for words in ("tier nvme", where, "kvtier verify --repair"):
+        assert words in said[0]
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     with Stack.open(config(tmp_path), NAMESPACE) as stack:
         stack.store(blocks(4))
@@ -398,8 +488,33 @@ def test_a_key_that_no_record_can_name_is_refused(tmp_path: Path, size: int) -> 
         with pytest.raises(ValueError, match="block_key"):
             stack.store({key: bytes(NAMESPACE.payload_of(key))})
         assert stack.settle()
-        assert stack.load([key]) == {}
         assert [tier.stats().stored for tier in stack.chain.tiers] == [0, 0]
+        asked: list[tuple[Any, type[Exception]]]
+        asked = [([key], ValueError), (["key"], TypeError), (b"a key", TypeError)]
+        for keys, error in asked:
+            for ask in (stack.load, stack.lookup, stack.delete):
+                with pytest.raises(error, match="key"):
+                    ask(keys)
+        with pytest.raises(TypeError, match="block_key"):
+            assert asked[1][0][0] in stack
+
+
+@pytest.mark.parametrize(
+    ("block_hash", "group", "error"),
+    [
+        ("text", 0, TypeError),
+        (bytearray(8), 0, TypeError),
+        (b"", 0, ValueError),
+        (bytes(37), 0, ValueError),
+        (b"hash", -1, ValueError),
+        (b"hash", 1024, ValueError),
+    ],
+)
+def test_no_key_is_made_of_what_is_no_hash(
+    block_hash: Any, group: int, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"hash|group"):
+        block_key(block_hash, group)
 
 
 def test_a_payload_that_cannot_be_copied_keeps_no_slot(tmp_path: Path) -> None:

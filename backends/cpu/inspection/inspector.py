@@ -26,7 +26,7 @@ from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import FormatError
 from kvtier.inspect import Cleared, Depth, Finding, Garbage, Part, Reach
 from kvtier.inspect.contents import Locked, locked_files, read_file, standing
-from kvtier.inspect.measuring import refuse_without_room
+from kvtier.inspect.inspector import refuse_without_room
 from kvtier.settings import ByteSize, Capacity, Duration, Persistence, WritePolicy
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey

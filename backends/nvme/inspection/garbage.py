@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from kvtier.backends.nvme.folder.retaining_slabs import retaining
 from kvtier.backends.nvme.inspection.offline_locks import has_live_owner, has_owner_now
 from kvtier.core.slab.slab_files import Slab
 from kvtier.inspect.contents import Garbage, size_below
-from kvtier.inspect.measuring import left_behind
+from kvtier.inspect.inspector import left_behind
 from kvtier.system.disk import Disk, is_locked
 
 
@@ -56,7 +57,12 @@ def _but_slabs(
 ) -> Iterator[Garbage]:
     yield from left_behind(root)
     rights = os.R_OK | os.W_OK | os.X_OK
-    ours = [home for home in sorted(homes(root)) if os.access(home, rights)]
+    ours: list[Path] = []
+    for home in sorted(homes(root)):
+        with troubled():
+            if not os.access(home, rights):
+                raise PermissionError(errno.EACCES, "no right to remove anything here", str(home))
+            ours.append(home)
     for home in ours:
         with troubled():
             yield from _left_by_the_dead(root, home)

@@ -36,7 +36,7 @@ from kvtier.inspect.contents import (
     read_namespace,
     standing,
 )
-from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.settings import WritePolicy
 from kvtier.system.disk import Disk
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey

@@ -30,7 +30,7 @@ from kvtier.backends.object.object_names import ObjectKey, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.errors import MediumError
-from kvtier.inspect import Contents, Garbage, Part, Reporter, measuring
+from kvtier.inspect import Contents, Garbage, Part, Reporter, inspector
 from kvtier.settings import WritePolicy
 
 _CRASHED_S = 3600.0
@@ -61,7 +61,7 @@ def find_garbage(
         )
     folder = local_folder(settings.url)
     if folder is not None:
-        yield from measuring.left_behind(folder)
+        yield from inspector.left_behind(folder)
     made = folder is None or folder.exists()  # opening the store would make it
     if made and not contents.troubles:
         for name, size in left_behind(settings).items():

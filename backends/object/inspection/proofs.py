@@ -10,7 +10,7 @@ from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
 from kvtier.backends.object.stores.store import Store
 from kvtier.errors import FormatError, MediumError
 from kvtier.inspect.contents import Block
-from kvtier.inspect.proofs import NEWER, Proof, Prover, Verdict, is_newer, judge
+from kvtier.inspect.inspector import NEWER, Proof, Prover, Verdict, is_newer, judge
 from kvtier.record.codec import decode
 from kvtier.record.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.types import PAYLOAD_BYTES_MAX, Namespace

@@ -92,7 +92,7 @@ class FileStore(Store):
     ) -> PutOutcome:
         folder, _, file = check_name(name).rpartition("/")
         check_deadline(deadline, name)
-        with map_os_errors(name):
+        with map_os_errors(self._path(name)):
             for _ in range(_ATTEMPTS):  # `delete` may remove an empty folder at any time
                 with contextlib.suppress(FileNotFoundError), self._opened(folder, make=True) as fd:
                     return self._put(fd, folder, file, buffers, if_absent)
@@ -148,7 +148,7 @@ class FileStore(Store):
     ) -> int | None:
         folder, _, file = check_name(name).rpartition("/")
         check_deadline(deadline, name)
-        with map_os_errors(name):
+        with map_os_errors(self._path(name)):
             try:
                 with self._opened(folder) as folder_fd:
                     found = _status(folder_fd, file)
@@ -177,7 +177,11 @@ class FileStore(Store):
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         folder, _, file = check_name(name).rpartition("/")
         check_deadline(deadline, name)
-        with map_os_errors(name), contextlib.suppress(*_ABSENT), self._opened(folder) as fd:
+        with (
+            map_os_errors(self._path(name)),
+            contextlib.suppress(*_ABSENT),
+            self._opened(folder) as fd,
+        ):
             found = _status(fd, file)
             if found is not None:
                 return _info(name, found) if stat.S_ISREG(found.st_mode) else None
@@ -191,9 +195,52 @@ class FileStore(Store):
         device = self._device()
         with contextlib.suppress(*_ABSENT), self._opened(folder) as fd:
             start = folder + "/" if folder else ""
-            yield from _walk(fd, start, prefix, after, deadline)
+            yield from self._walk(fd, start, prefix, after, deadline)
         if self._device() != device:
             raise NoSuchBucket(f"{self.root} was another folder a moment ago: is it mounted?")
+
+    def _walk(
+        self, fd: int, folder: str, prefix: str, after: str, deadline: float | None
+    ) -> Iterator[ObjectInfo]:
+        """The objects in and below a folder, depth first.
+
+        A folder is sorted by its name and a slash, which gives the order of the full names.
+        """
+        check_deadline(deadline, folder)
+        for name, status in self._scan(fd, folder):
+            if status is None:
+                relevant = name.startswith(prefix) and _may_hold_names(name)
+                if not relevant or not (name > after or after.startswith(name)):
+                    continue
+                with map_os_errors(self._path(name)):
+                    try:
+                        inner = _open_folder(fd, name[len(folder) : -1])
+                    except _ABSENT:
+                        continue
+                try:
+                    yield from self._walk(inner, name, prefix, after, deadline)
+                finally:
+                    os.close(inner)
+            elif name.startswith(prefix) and name > after and is_name(name):
+                yield _info(name, status)
+
+    def _scan(self, fd: int, folder: str) -> Sequence[_Entry]:
+        """The entries of one folder, in order.
+
+        An entry that vanishes during a scan may have been replaced by one that the scan has not
+        seen. So the folder is scanned again until nothing vanishes, a limited number of times.
+        """
+        found: list[_Entry | None] = []
+        with map_os_errors(self._path(folder)):
+            for _ in range(_SCANS_MAX):
+                found = list(_entries(fd, folder))
+                if None not in found:
+                    break
+        return sorted(filter(None, found), key=lambda one: one.name)
+
+    def _path(self, name: str) -> str:
+        """Where an object or a folder of the store lies, for people."""
+        return os.path.join(self._root, name)
 
     def _device(self) -> int:
         """The device of the folder; raises NoSuchBucket if a mounted folder is not mounted any
@@ -212,7 +259,7 @@ class FileStore(Store):
             folder, _, file = check_name(name).rpartition("/")
             try:
                 check_deadline(deadline, name)
-                with map_os_errors(name), contextlib.suppress(*_ABSENT):
+                with map_os_errors(self._path(name)), contextlib.suppress(*_ABSENT):
                     with self._opened(folder) as fd:
                         self._disk.unlink(_within(fd, file))
                     self._prune(folder)
@@ -285,45 +332,6 @@ class _Entry(NamedTuple):
     """The full name; that of a folder ends with a slash."""
     status: os.stat_result | None
     """None for a folder."""
-
-
-def _walk(
-    fd: int, folder: str, prefix: str, after: str, deadline: float | None
-) -> Iterator[ObjectInfo]:
-    """The objects in and below a folder, depth first. A folder is sorted by its name and a slash,
-    which gives the order of the full names."""
-    check_deadline(deadline, folder)
-    for name, status in _scan(fd, folder):
-        if status is None:
-            relevant = name.startswith(prefix) and _may_hold_names(name)
-            if not relevant or not (name > after or after.startswith(name)):
-                continue
-            with map_os_errors(name):
-                try:
-                    inner = _open_folder(fd, name[len(folder) : -1])
-                except _ABSENT:
-                    continue
-            try:
-                yield from _walk(inner, name, prefix, after, deadline)
-            finally:
-                os.close(inner)
-        elif name.startswith(prefix) and name > after and is_name(name):
-            yield _info(name, status)
-
-
-def _scan(fd: int, folder: str) -> Sequence[_Entry]:
-    """The entries of one folder, in order.
-
-    An entry that vanishes during a scan may have been replaced by one that the scan has not seen.
-    So the folder is scanned again until nothing vanishes, a limited number of times.
-    """
-    found: list[_Entry | None] = []
-    with map_os_errors(folder):
-        for _ in range(_SCANS_MAX):
-            found = list(_entries(fd, folder))
-            if None not in found:
-                break
-    return sorted(filter(None, found), key=lambda one: one.name)
 
 
 def _entries(fd: int, folder: str) -> Iterator[_Entry | None]:

@@ -19,8 +19,7 @@ from kvtier.core.slab.slab_files import Slab, SlabBlock, SlabProver, SlabSource
 from kvtier.errors import FormatError, KVTierError, NewerFormat, describe_error
 from kvtier.inspect.contents import Block, Contents, Hold, InspectorContext, Part
 from kvtier.inspect.filling import Source, TierOpener
-from kvtier.inspect.inspector import Inspector
-from kvtier.inspect.proofs import Prover
+from kvtier.inspect.inspector import Inspector, Prover
 from kvtier.settings import TierSettings
 from kvtier.types import BlockKey, Namespace
 

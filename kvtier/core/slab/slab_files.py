@@ -30,7 +30,7 @@ from kvtier.core.slab.layout import (
 )
 from kvtier.inspect.contents import Block, Cell, read_file
 from kvtier.inspect.filling import ROW, Rows, Source
-from kvtier.inspect.proofs import Proof, Prover, Verdict, judge
+from kvtier.inspect.inspector import Proof, Prover, Verdict, judge
 from kvtier.record.record import Buffer
 from kvtier.types import BlockKey, Outcome
 
@@ -47,7 +47,8 @@ class Slab(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        return self.engine
+        """As its files are called; a region is called by its engine."""
+        return self.table.stem if self.table.suffix == ".table" else self.engine
 
     @property
     def namespace(self) -> str:

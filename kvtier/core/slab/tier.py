@@ -17,7 +17,7 @@ from kvtier.core.slab.prompt_order import PromptOrder
 from kvtier.core.slab.retaining import RetainingTier
 from kvtier.errors import NotResident
 from kvtier.eviction import UNKNOWN, EvictionPolicy
-from kvtier.interfaces.events import Events
+from kvtier.interfaces.tier import Events
 from kvtier.types import (
     BlockKey,
     EventKind,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier.device.accelerator import ERRORS, CopyStream, Stage, StreamEvent
+from kvtier.device.copier import ERRORS, CopyStream, Stage, StreamEvent
 from kvtier.device.cuda import runtime as cuda_runtime
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.runtime import (
@@ -23,12 +23,12 @@ from kvtier.device.cuda.runtime import (
     leave_captures_alone,
     runtime_copy,
 )
-from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.direct import DirectLoader
 from kvtier.device.layout import DeviceLayout, Ints, PageCopies
 from kvtier.device.pinned import PinnedMemory, PinPlan
 from kvtier.device.records import Host, RankRecords
 from kvtier.errors import MediumError
-from kvtier.system.numa import Topology, bind_thread
+from kvtier.system.memory import Topology, bind_thread
 
 if TYPE_CHECKING:
     from kvtier.device.cuda.staging_buffers import Staging

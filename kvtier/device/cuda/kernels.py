@@ -26,8 +26,8 @@ import numpy.typing as npt
 import triton
 import triton.language as tl
 
-from kvtier.device import accelerator
-from kvtier.device.cuda.launch import Launch, by_triton
+from kvtier.device import copier
+from kvtier.device.cuda.runtime import Launch, by_triton
 from kvtier.device.host_kernels import END_AT, LAST_AT, SCRAMBLE_AT, SECRET, START
 from kvtier.record.record import PIECE_BYTES, TAIL_BYTES, pieces_of
 
@@ -250,7 +250,7 @@ def finish_sums(
 # -- building and launching ------------------------------------------------------------------
 
 ERRORS = (
-    *accelerator.ERRORS,
+    *copier.ERRORS,
     AssertionError,
     ImportError,
     subprocess.SubprocessError,

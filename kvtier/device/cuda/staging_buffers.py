@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.device.accelerator import Stage, StreamEvent
+from kvtier.device.copier import Stage, StreamEvent
 from kvtier.device.cuda import kernels
-from kvtier.device.cuda.launch import QuickLaunch
-from kvtier.device.cuda.runtime import end_of
+from kvtier.device.cuda.runtime import QuickLaunch, end_of
 from kvtier.device.layout import DeviceLayout, DeviceTensor, Ints, PageRef
 from kvtier.device.records import Bytes
 from kvtier.record.record import PIECE_BYTES, part_sum, pieces_of, sum_of

@@ -3,9 +3,11 @@
 Private attributes, wrapped methods, internal functions and base classes of vLLM's are met here and
 nowhere else (tests/unit/test_layers.py), and stand in one table.
 
-- `touch_points.py`: the table; `source_check.py`: its comparison with the sources of a vLLM
-- `versions.py`: which vLLM is installed, and whether it can be served
+- `touch_points.py`: the table
+- `versions.py`: which vLLM is installed, and whether it can be served: the table, compared with its
+  sources
 - `interfaces.py`: the classes that kvtier's own derive from, and the types that they use
+- `tiering.py`: what a secondary tier of vLLM's own tiering derives from
 - `config.py`: what an engine is configured with, and how its connectors are constructed
 - `cache_groups.py`: the sizes of blocks and chunks, and what vLLM's side is told of them
 - `scheduler.py`: the scheduler's side of vLLM's connector, and its state of each request

@@ -13,14 +13,22 @@ vLLM's plugins install both hooks before an engine is configured (kvtier/vllm/pl
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 
 OURS = "KVTierConnector"
 
-_outermost: list[Any] = []
-"""The configuration of the connector that is under construction, if any."""
+
+class _Construction(NamedTuple):
+    """A connector under construction, and what it is constructed from."""
+
+    config: Any
+    cache_config: Any
+
+
+_outermost: list[_Construction] = []
+"""That of the connector that is under construction, if any, and of those below it."""
 _watched = False
 
 
@@ -34,10 +42,10 @@ def watch_construction() -> None:
     create = KVConnectorFactory.create_connector
 
     @functools.wraps(create)
-    def create_connector(config: Any, *arguments: Any, **named: Any) -> Any:
-        _outermost.append(config)
+    def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        _outermost.append(_Construction(config, kv_cache_config))
         try:
-            return create(config, *arguments, **named)
+            return create(config, role, kv_cache_config)
         finally:
             _outermost.pop()
 
@@ -49,6 +57,26 @@ def transfer_configs(vllm_config: Any) -> list[Any]:
     """The transfer configuration of a connector that is under construction, and of the one above
     it, if any; vLLM reads the policy for failed loads in the last. Raises ConfigError if
     construction is not watched."""
+    _check_watched()
+    own = vllm_config.kv_transfer_config
+    above = _outermost[-1].config.kv_transfer_config if _outermost else own
+    return [own] if above is own else [own, above]
+
+
+def under_construction() -> tuple[Any, Any]:
+    """The configurations of the engine whose connector is under construction: vLLM's, and that of
+    its KV cache. Raises ConfigError if construction is not watched."""
+    _check_watched()
+    if not _outermost:
+        raise ConfigError(
+            "secondary_tiers",
+            "vLLM builds this tier where it builds no connector",
+            "set it in the kv_connector_extra_config of an OffloadingConnector",
+        )
+    return _outermost[-1]
+
+
+def _check_watched() -> None:
     if not _watched:
         raise ConfigError(
             "VLLM_PLUGINS",
@@ -56,9 +84,6 @@ def transfer_configs(vllm_config: Any) -> list[Any]:
             "engine is configured with",
             "add kvtier to this variable if it is set; else pip install kvtier beside vLLM",
         )
-    own = vllm_config.kv_transfer_config
-    above = _outermost[-1].kv_transfer_config if _outermost else own
-    return [own] if above is own else [own, above]
 
 
 def register(connector: type) -> None:

@@ -94,6 +94,16 @@ def _connectors(scheduler: Any) -> Iterator[Any]:
             yield each
 
 
+def secondary_tiers_of(core: Any) -> Iterator[Any]:
+    """kvtier's tiers below vLLM's own CPU tier, of an engine core."""
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    for each in getattr(connector, "sub_connectors", [connector]):
+        manager = getattr(getattr(each, "connector_scheduler", None), "manager", None)
+        for tier in getattr(manager, "secondary_tiers", ()):
+            if hasattr(tier, "weights_changed"):
+                yield tier
+
+
 # -- weights, adapters, resets, pauses -------------------------------------------------------------
 
 
@@ -102,8 +112,8 @@ def _collective_rpc(call: Call, core: Any, method: Any, *_: Any, **__: Any) -> A
         return call()
     finally:  # it may have failed halfway
         if changes_weights(method):
-            for connector in connectors_of(core):
-                connector.weights_changed()
+            for each in (*connectors_of(core), *secondary_tiers_of(core)):
+                each.weights_changed()
 
 
 def changes_weights(method: Any) -> bool:

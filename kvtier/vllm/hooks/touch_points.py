@@ -1,7 +1,7 @@
 """All that kvtier touches of vLLM without a promise, an entry a class or module of vLLM's.
 
 `kvtier doctor --vllm`, the start of an engine and `make vllm-drill` compare the table with the
-sources of a vLLM (source_check.py). A test compares it with the files of this folder.
+sources of a vLLM (versions.py). A test compares it with the files of this folder.
 """
 
 from __future__ import annotations
@@ -81,6 +81,17 @@ _BASE_CLASSES = (
         derived=True,
     ),
     TouchPoint(
+        "vllm.v1.kv_offload.tiering.base:SecondaryTierManager",
+        "__init__(offloading_spec,primary_kv_view,tier_type,backpressure_detector) "
+        "block_size_bytes lookup(key,req_context) touch(keys,req_context) "
+        "submit_store(job_metadata) submit_load(job_metadata) get_finished_jobs() "
+        "has_pending_work() on_new_request(req_context) on_request_finished(req_context) "
+        "on_schedule_end(context) drain_jobs() shutdown()",
+        used_by="tiering.py",
+        why="KVTierSecondary derives from it, and keeps what vLLM's own CPU tier holds",
+        derived=True,
+    ),
+    TouchPoint(
         f"{_OFFLOADING}.worker:OffloadingConnectorWorker",
         "__init__(spec,vllm_config,kv_cache_config) register_kv_caches(kv_caches) "
         "handle_preemptions(kv_connector_metadata) start_kv_transfers(metadata) "
@@ -109,6 +120,12 @@ _TYPES = (
         "OffloadingHistogramMetadata PrepareStoreOutput RequestOffloadingContext",
         used_by="interfaces.py",
         why="what the manager is asked and answers, and how metrics are declared",
+    ),
+    TouchPoint(
+        "vllm.v1.kv_offload.tiering.base",
+        "JobResult Medium",
+        used_by="tiering.py",
+        why="how a secondary tier's jobs end, and where it keeps blocks",
     ),
     TouchPoint(
         f"{_OFFLOADING}.common:OffloadingConnectorMetadata",
@@ -329,6 +346,12 @@ _ENGINE = (
         "sub_connectors()",
         used_by="engine.py",
         why="kvtier's connector may be one of several",
+    ),
+    TouchPoint(
+        "vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager",
+        "secondary_tiers",
+        used_by="engine.py",
+        why="kvtier's tier below vLLM's own CPU tier has to learn of other weights, too",
     ),
     TouchPoint(
         "vllm.distributed.kv_transfer",

@@ -23,7 +23,7 @@ from kvtier.vllm.protocol import Report
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.5
+_LOOK_WAIT_S = 0.5
 """For so long a request waits in the engine's queue for a look at its adapter's files, and a store
 that has ended before it counts."""
 _ROUNDED_S = 2.0
@@ -65,9 +65,9 @@ class Adapters:
     """
 
     def __init__(
-        self, patience_s: float = _PATIENCE_S, clock: Callable[[], float] = time.monotonic
+        self, look_wait_s: float = _LOOK_WAIT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._patience_s = patience_s
+        self._look_wait_s = look_wait_s
         self._clock = clock
         self._known: dict[Path, tuple[object, bytes | None]] = {}
         self._unseen = os.urandom(16)
@@ -97,7 +97,7 @@ class Adapters:
         self._reads[adapter.lora_int_id] += 1
         self._number(adapter)
         look = self._look(Path(adapter.lora_path))
-        if self._pending(look) and not look.ended.wait(self._patience_s):
+        if self._pending(look) and not look.ended.wait(self._look_wait_s):
             self._give_up_on(look)
 
     def removed(self, number: int) -> None:
@@ -204,7 +204,7 @@ class Adapters:
         """Whether a look has not ended, and is worth waiting for: while one hangs, none is."""
         if look.ended.is_set():
             return False
-        if self._clock() - min(look.asked, self._busy_since) < self._patience_s:
+        if self._clock() - min(look.asked, self._busy_since) < self._look_wait_s:
             return True
         self._give_up_on(look)
         return False

@@ -174,7 +174,7 @@ class _Lora(msgspec.Struct):
     path: str
 
 
-class _Line(msgspec.Struct):
+class _PromptLine(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tokens: list[int] | None = None
@@ -215,8 +215,8 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
         ) from error
     tokenizer = cache(partial(_load_tokenizer, model))  # when a prompt is text
     if file.suffix != ".jsonl":
-        return Prompts([Prompt(_tokens_of(_Line(prompt=_decode(file, data)), tokenizer))])
-    decoder, prompts = msgspec.json.Decoder(_Line), Prompts()
+        return Prompts([Prompt(_tokens_of(_PromptLine(prompt=_decode(file, data)), tokenizer))])
+    decoder, prompts = msgspec.json.Decoder(_PromptLine), Prompts()
     for number, text in enumerate(data.splitlines(), 1):
         if not text.strip():
             continue
@@ -248,7 +248,7 @@ def _decode(file: Path, data: bytes) -> str:
         raise ConfigError(str(file), "is no UTF-8 text", "name a file of prompts") from error
 
 
-def _prompt_of(line: _Line, tokenizer: Callable[[], Any]) -> Prompt:
+def _prompt_of(line: _PromptLine, tokenizer: Callable[[], Any]) -> Prompt:
     if line.multi_modal_data is not None:
         raise Unknowable("it has images or other media, whose keys only the engine can compute")
     if line.tools is not None:
@@ -290,7 +290,7 @@ def _load_tokenizer(model: str | None) -> Any:
         ) from error
 
 
-def _tokens_of(line: _Line, tokenizer: Callable[[], Any]) -> list[int]:
+def _tokens_of(line: _PromptLine, tokenizer: Callable[[], Any]) -> list[int]:
     if line.tokens is not None:
         return line.tokens
     if line.messages is not None:

@@ -75,6 +75,13 @@ def test_json(words: list[str], filled: Path) -> None:
     assert json.loads(done.out)
 
 
+def test_slabs_are_called_like_their_files(filled: Path) -> None:
+    names = [each.stem for each in filled.parent.rglob("*.table")]
+    said = command("du", "-c", filled, "--tier", "1").out
+    assert names
+    assert all(f" {name} " in said for name in names)
+
+
 def test_what_is_used_is_told_from_what_is_allocated(filled: Path) -> None:
     (nvme,) = json.loads(command("du", "-c", filled, "-t", "nvme", "--json").out)
     assert nvme["used"] == 8 * record_bytes(NAMESPACE.payload_bytes)

@@ -21,7 +21,7 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.settings import open_for
 from kvtier.cli import app
 from kvtier.config import load
-from kvtier.inspect.measuring import BENCH_MARK, holding
+from kvtier.inspect.inspector import BENCH_MARK, holding
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import GROUPED, NAMESPACE, make_keys, payload
 from kvtier.types import Namespace

@@ -23,8 +23,8 @@ from kvtier.backends.nvme.inspection.garbage import remove_home
 from kvtier.cli import clear as gc
 from kvtier.cli.inspect import look
 from kvtier.config import load
-from kvtier.inspect import measuring
-from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.inspect import inspector
+from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
@@ -253,6 +253,31 @@ def talk(stack_file: Path, answer: str) -> int:
     return process.returncode
 
 
+def test_a_broken_slab_is_told_by_all_and_its_removal_too(filled: Path, tmp_path: Path) -> None:
+    """`doctor` said ok where `ls` did not, and `verify --repair` removed it without a word."""
+    table = next(each for each in tmp_path.rglob("*.table") if b"\2" in each.read_bytes()[4096:])
+    os.truncate(table, 100)
+    cut = f"{table}: the slab's header page is cut short"
+    assert f"WARN 1 nvme: {cut}" in " ".join(command("doctor", "-c", filled).out.split())
+    done = command("verify", "-c", filled, "--repair")
+    assert f"removed, with what was in it: {cut}" in " ".join(done.out.split())
+    assert not table.exists()
+    assert "cut short" not in command("doctor", "-c", filled).out
+
+
+def test_gc_says_that_it_has_no_right_to_remove_anything(filled: Path, tmp_path: Path) -> None:
+    home = tmp_path / "disk" / "blocks" / NAMESPACE.id
+    (home / "0000cccc.slab").write_bytes(b"x" * 100)
+    home.chmod(0o500)
+    try:
+        done = command("gc", "-c", filled, "--dry-run", rights=False)
+    finally:
+        home.chmod(0o700)
+    assert done.code == 1
+    assert "nothing to remove in what can be seen" in done.out
+    assert f"{home}: no right to remove anything here; run this as its owner" in done.err
+
+
 class TestAnotherWasQuicker:
     """A namespace that goes while it is looked at is no trouble, and needs no name that exists."""
 
@@ -303,8 +328,8 @@ class TestAnotherWasQuicker:
         monkeypatch.setattr(cpu_garbage, "leftovers", lambda *_: [gone])
         bench = tmp_path / "disk" / f"{BENCH_MARK}1"
         bench.mkdir()
-        lives = measuring._lives
-        monkeypatch.setattr(measuring, "_lives", lambda path: bench.rmdir() or lives(path))
+        lives = inspector._lives
+        monkeypatch.setattr(inspector, "_lives", lambda path: bench.rmdir() or lives(path))
         assert list(gc.find_garbage(places, None)) == []
 
     def test_it_goes_while_it_is_looked_at(

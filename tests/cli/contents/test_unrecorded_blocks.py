@@ -22,8 +22,7 @@ from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import app
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of, look
-from kvtier.cli.selection import ChoiceReader, choose
-from kvtier.cli.sink import Copied, Pace, open_sink
+from kvtier.cli.sink import ChoiceReader, Copied, RateLimit, choose, open_sink
 from kvtier.config import load
 from kvtier.inspect import Depth, Reporter
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -218,7 +217,9 @@ def test_who_is_told_to_end_waits_for_no_listing(
 
     def copy() -> None:
         reader = ChoiceReader(choice, NAMESPACE)
-        with open_sink(inspector_of(target, 2).filling(), NAMESPACE, reader, Pace(None)) as sink:
+        with open_sink(
+            inspector_of(target, 2).filling(), NAMESPACE, reader, RateLimit(None)
+        ) as sink:
             sink.fill(choice.pieces(sink.piece), result, Progress("", 0, ""))
             monkeypatch.setattr(FileStore, "list", endless)
             threading.Thread(target=sink._tier.refresh, daemon=True).start()

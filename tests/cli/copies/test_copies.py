@@ -18,11 +18,12 @@ from support.processes.cli_world import command, every_kind, run, served
 from support.processes.clocks import Clock
 
 from kvtier import Stack
+from kvtier.backends.nvme.handler import NvmeHandler
 from kvtier.backends.nvme.tier import NvmeTier
+from kvtier.cli import sink as sinks
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of
-from kvtier.cli.selection import Choice, ChoiceReader
-from kvtier.cli.sink import Copied, Pace, Sink, open_sink
+from kvtier.cli.sink import Choice, ChoiceReader, Copied, RateLimit, Sink, open_sink
 from kvtier.config import load
 from kvtier.core.slab import layout
 from kvtier.inspect.filling import ROW
@@ -45,7 +46,7 @@ with Stack.open(Path(sys.argv[1]), NAMESPACE) as stack:
     keys = make_keys(2000, start=1000)
     for at in range(0, len(keys), 100):
         stack.store({key: payload(key) for key in keys[at : at + 100]})
-        assert stack.settle()
+        assert stack.settle().done
         stack.chain.tiers[1].refresh()
     assert stack.chain.tiers[1].stats().evicted
     print("full", flush=True)
@@ -269,6 +270,15 @@ class Made(ChoiceReader):
         return False
 
 
+class Good(Made):
+    def read(
+        self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        for key, record in zip(keys, into, strict=True):
+            fill(record, key)
+        return [Outcome.OK] * len(keys)
+
+
 def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though there is room for some of a piece only, and the first of it have failed by then."""
 
@@ -283,21 +293,44 @@ def test_what_cannot_be_read_is_tried_once(fresh: Path, monkeypatch: pytest.Monk
         NvmeTier, "prepare_store", lambda tier, keys, *, evict: take(tier, keys[:4], evict=evict)
     )
     result = Copied(NAMESPACE.id)
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Gone(), RateLimit(None)
+    ) as sink:
         sink.fill([(make_keys(100), list(range(100)))], result, Progress("", 0, ""))
     assert (result.unread, result.bad, result.copied, result.not_stored) == (100, 0, 0, 0)
 
 
+@pytest.mark.parametrize("outage_s", [30.0, 0.0])
+def test_a_store_that_is_away_for_a_moment_gets_all_the_same(
+    fresh: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outage_s: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A snapshot gave up, with all of its blocks not stored, over an outage of three seconds."""
+    failures, write = iter(range(12)), NvmeHandler.store
+
+    def store(self: NvmeHandler, spec: Any, keys: Any, records: Any) -> list[Outcome]:
+        if next(failures, None) is not None:
+            return [Outcome.IO_ERROR] * len(keys)
+        return write(self, spec, keys, records)
+
+    monkeypatch.setattr(NvmeHandler, "store", store)
+    monkeypatch.setattr(sinks, "OUTAGE_S", outage_s)
+    monkeypatch.setattr(sinks, "AGAIN_S", 0.0)
+    keys, result = make_keys(40), Copied(NAMESPACE.id, asked=40)
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), RateLimit(None)
+    ) as sink:
+        pieces = [(keys[at : at + 8], list(range(at, at + 8))) for at in range(0, 40, 8)]
+        sink.fill(pieces, result, Progress("", 0, ""))
+    assert result.copied + result.not_stored == 40
+    assert (result.not_stored == 0) == (outage_s > 0)
+    assert capsys.readouterr().err.count("cannot be written: trying again, for") == 1
+
+
 def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> None:
     """As where others share the tier, and need the room."""
-
-    class Good(Made):
-        def read(
-            self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
-        ) -> list[Outcome]:
-            for key, record in zip(keys, into, strict=True):
-                fill(record, key)
-            return [Outcome.OK] * len(keys)
 
     keys, result, bar = make_keys(8), Copied(NAMESPACE.id, asked=8), Progress("", 0, "")
 
@@ -307,7 +340,9 @@ def test_what_is_lost_again_before_the_end_is_not_called_stored(fresh: Path) -> 
             sink._settle(result, bar)
         sink._tier.forget(keys[:3])
 
-    with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), Pace(None)) as sink:
+    with open_sink(
+        inspector_of(load(fresh), 1).filling(), NAMESPACE, Good(), RateLimit(None)
+    ) as sink:
         sink.fill(pieces(sink), result, bar)
     assert (result.copied, result.not_stored) == (5, 3)
     assert result.bytes == sum(len(payload(key)) for key in keys[3:])
@@ -324,7 +359,7 @@ def test_a_copy_with_a_trouble_is_not_whole(trouble: str) -> None:
 class TestPace:
     def test_so_many_bytes_a_second(self) -> None:
         clock = Clock(100.0)
-        pace = Pace(1000, clock.sleep, clock)
+        pace = RateLimit(1000, clock.sleep, clock)
         for _ in range(4):
             pace.spend(500)
         assert clock.now == pytest.approx(102)
@@ -334,7 +369,7 @@ class TestPace:
         assert clock.now == pytest.approx(164)
 
     def test_as_fast_as_it_goes(self) -> None:
-        pace = Pace(None, lambda seconds: pytest.fail("nobody asked to wait"))
+        pace = RateLimit(None, lambda seconds: pytest.fail("nobody asked to wait"))
         pace.spend(1 << 40)
 
     @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
@@ -359,7 +394,7 @@ class TestPace:
                 return [Outcome.OK] * len(keys)
 
         result = Copied("")
-        pace = Pace(rate, clock.sleep, clock)
+        pace = RateLimit(rate, clock.sleep, clock)
         with open_sink(inspector_of(load(fresh), 1).filling(), NAMESPACE, Source(), pace) as sink:
             pieces = [
                 (keys[at : at + sink.piece], list(range(at, min(count, at + sink.piece))))

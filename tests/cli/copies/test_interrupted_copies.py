@@ -29,16 +29,16 @@ HELD = """
 import sys, time
 from pathlib import Path
 from kvtier.cli import main
-from kvtier.cli.sink import Pace
+from kvtier.cli.sink import RateLimit
 going_on, left = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
-spend = Pace.spend
+spend = RateLimit.spend
 def spend_or_wait(pace, size):
     global left
     left -= size
     while left < 0 and not going_on.exists():
         time.sleep(0.01)
     spend(pace, size)
-Pace.spend = spend_or_wait
+RateLimit.spend = spend_or_wait
 main.main()
 """
 

@@ -32,7 +32,7 @@ from kvtier.core.slab import layout
 from kvtier.core.slab.slab_files import Slab
 from kvtier.errors import MediumInUse
 from kvtier.inspect import Proof, Reporter
-from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.record.record import Header
 from kvtier.settings import Duration, WritePolicy
 from kvtier.testing.subject import NAMESPACE, make_keys, payload

@@ -17,8 +17,8 @@ from support.processes.cli_world import KVTIER, command, every_kind, run
 from kvtier.cli import app
 from kvtier.cli import bench as measure
 from kvtier.config import load
-from kvtier.inspect import measuring
-from kvtier.inspect.measuring import BENCH_MARK
+from kvtier.inspect import inspector
+from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.stack import Stack
 from kvtier.system import memory as memory_limits
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
@@ -98,7 +98,7 @@ def test_what_is_being_measured_is_no_garbage(
         found = measured(*args)  # type: ignore[arg-type]
         for path in (tmp_path / "disk").glob(f"{BENCH_MARK}*"):
             os.utime(path, (0, 0))
-            seen.append(measuring._lives(path))
+            seen.append(inspector._lives(path))
         return found
 
     monkeypatch.setattr(measure, "_measure_lower", look_meanwhile)

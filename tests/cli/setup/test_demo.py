@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli.signals import ENDING
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm.server_process import Server
 
 # Like vLLM's: shared memory and a semaphore that have names, and a child that has them, too.
 ENGINE = """

@@ -28,9 +28,9 @@ from kvtier.cost.saved_rates import RatesFile
 from kvtier.inspect import Finding, Level
 from kvtier.system import memory as room
 from kvtier.system.disk import Disk, mounted
-from kvtier.system.numa import Topology
-from kvtier.testing.media import make_memory_folder
-from kvtier.vllm.hooks import source_check, versions
+from kvtier.system.memory import Topology
+from kvtier.testing.subject import make_memory_folder
+from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points import TOUCH_POINTS
 
 
@@ -300,7 +300,7 @@ def test_nodes_are_told_where_there_are_several(monkeypatch: pytest.MonkeyPatch)
 def test_a_vllm_by_what_it_has(
     version: str, moved: list[str] | None, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [source_check.Finding(TOUCH_POINTS[0], moved or [])]
+    points = [versions.TouchPointCheck(TOUCH_POINTS[0], moved or [])]
     monkeypatch.setattr(versions, "version", lambda name: version)
     monkeypatch.setattr(versions, "touch_points", lambda found: points)
     (finding,) = [each for each in checks.check_machine() if each.area == "vllm"]

@@ -195,23 +195,6 @@ class TestTrace:
         assert (host["capacity"], host["hit_percent"], host["written_bytes"]) == (0, 0, 0)
         assert row["hit_percent"] == disk["hit_percent"]
 
-    def test_hits_over_write_budgets(self, model: Path, stack_file: Path, trace: Path) -> None:
-        args = [model, "-c", stack_file, *GIVEN, "--trace", trace, "--scale=1"]
-        found = run(*args)
-        rows = found["budgets"]
-        assert [row["share"] for row in rows] == [1, 0.5, 0.25, 0.1]
-        free, *less = rows
-        assert free["kept"] == 1
-        assert free["hit_percent"] == pytest.approx(found["trace"][0]["hit_percent"])
-        # The first quarter of an hour's worth is there at once.
-        for row in less:
-            seconds = 199
-            most = row["bytes_per_day"] / 86400 * (900 + seconds)
-            assert row["written_bytes"] <= most + free["written_bytes"] / 100
-        assert [row["recommended"] for row in rows].count(True) == 1
-        table = command("plan", *args).said
-        assert "GiB/day keeps" in table or "no smaller budget keeps" in table
-
     def test_a_budget_that_is_set_is_simulated(
         self, model: Path, stack_file: Path, trace: Path
     ) -> None:

@@ -23,7 +23,7 @@ from kvtier.device.cuda import runtime as runtime_copies
 from kvtier.device.cuda.runtime import BatchCopy, few_at_once
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned import PinnedMemory, PinPlan
-from kvtier.system.numa import Topology
+from kvtier.system.memory import Topology
 
 
 class Listener:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.cuda import launch
-from kvtier.device.cuda.launch import QuickLaunch
+from kvtier.device.cuda import runtime
+from kvtier.device.cuda.runtime import QuickLaunch
 
 SIGNATURE = {"there": "i64", "here": "*i64", "count": "i32", "threads": "constexpr"}
 
@@ -66,8 +66,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(launch, "_launcher", lambda: driver.launch)
-    monkeypatch.setattr(launch, "_builds", {})
+    monkeypatch.setattr(runtime, "_launcher", lambda: driver.launch)
+    monkeypatch.setattr(runtime, "_builds", {})
     return driver
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_as_expected_is_left_to_triton(driver: Driver, changes: dict
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    monkeypatch.setattr(launch, "_launcher", lambda: None)
+    monkeypatch.setattr(runtime, "_launcher", lambda: None)
     kernel = Kernel()
     quick = QuickLaunch(Torch(), stream(77))
     for _ in range(2):

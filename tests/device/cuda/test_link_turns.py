@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.cuda.paths import STORES_AT_ONCE, STORES_SHARE, LinkTurns
+from kvtier.device.cuda.copier import STORES_AT_ONCE, STORES_SHARE, LinkTurns
 
 NEVER_S = 30.0
 

@@ -20,7 +20,7 @@ from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
-from kvtier.device.direct.loader import DirectLoader
+from kvtier.device.direct import DirectLoader
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
 from kvtier.device.records import RankRecords
 from kvtier.errors import MediumError

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from support.device.fake_cufile import CompatMode, FakeCufile
 
-from kvtier.device.direct import kvikio_driver as gds_probe
-from kvtier.device.direct.kvikio_driver import DirectAccess, probe
+from kvtier.device import direct as gds_probe
+from kvtier.device.direct import DirectAccess, probe
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import MediumError
 from kvtier.settings import Gds

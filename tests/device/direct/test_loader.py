@@ -10,7 +10,7 @@ import pytest
 from support.device.device_worlds import NAMESPACE, keys_of
 from support.device.fake_cufile import FakeCufile, FakeStage
 
-from kvtier.device.direct.loader import DirectLoader, DirectRead
+from kvtier.device.direct import DirectLoader, DirectRead
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
 from kvtier.types import FilePlace, Outcome

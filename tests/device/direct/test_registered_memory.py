@@ -14,9 +14,8 @@ import pytest
 from support.device.device_worlds import NAMESPACE, keys_of
 from support.device.fake_cufile import CompatMode
 
-from kvtier.device.direct import kvikio_driver
-from kvtier.device.direct.kvikio_driver import DeviceMemory
-from kvtier.device.direct.loader import DirectLoader, DirectRead
+from kvtier.device import direct
+from kvtier.device.direct import DeviceMemory, DirectLoader, DirectRead, KvikioDriver
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.record.record import HEADER_BYTES, Header
 from kvtier.types import FilePlace, Outcome
@@ -71,10 +70,8 @@ class Library:
             module = ModuleType(name)
             module.__getattr__ = self.__getattribute__  # type: ignore[method-assign]
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(kvikio_driver, "runtime", lambda: Cudart())
-        monkeypatch.setattr(
-            kvikio_driver, "DeviceMemory", lambda cudart, size: np.zeros(size, np.uint8)
-        )
+        monkeypatch.setattr(direct, "runtime", lambda: Cudart())
+        monkeypatch.setattr(direct, "DeviceMemory", lambda cudart, size: np.zeros(size, np.uint8))
 
     def get(self, name: str) -> CompatMode:
         assert name == "compat_mode"
@@ -147,12 +144,12 @@ class FakeTensor:
 def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     library.modules(monkeypatch)
-    kvikio_driver.KvikioDriver(0, by_host=True)
+    KvikioDriver(0, by_host=True)
     assert library.set_to["compat_mode"] is CompatMode.ON
     monkeypatch.setitem(
         sys.modules, "kvtier.device.cuda.staging_buffers", None
     )  # whose kernels want a device
-    driver = kvikio_driver.KvikioDriver(0)
+    driver = KvikioDriver(0)
     stages = driver.stages(3, 4096)
     assert library.registered == [3 * 4096]
     assert [stage.address - stages[0].address for stage in stages] == [0, 4096, 8192]
@@ -175,7 +172,7 @@ def test_what_a_read_that_failed_wrote_to_is_not_written_to_any_more(
     record = memoryview(bytearray(HEADER_BYTES))
     Header(key, NAMESPACE, page).write(record)
     (tmp_path / "slab").write_bytes(record)
-    loader = DirectLoader(layout, kvikio_driver.KvikioDriver(0), NAMESPACE, stages=2)
+    loader = DirectLoader(layout, KvikioDriver(0), NAMESPACE, stages=2)
     read = DirectRead(FilePlace(str(tmp_path / "slab"), 0), key, 0)
     loader.begin(read)
     assert loader.end(read, float("inf")) is Outcome.IO_ERROR
@@ -190,8 +187,8 @@ def test_buffers_leave_most_of_the_devices_memory_to_the_model(
     library.modules(monkeypatch)
     monkeypatch.setitem(sys.modules, "kvtier.device.cuda.staging_buffers", None)
     library.memory_free = 8 * 3 * 4096
-    assert len(kvikio_driver.KvikioDriver(0).stages(16, 4096)) == 3
+    assert len(KvikioDriver(0).stages(16, 4096)) == 3
     assert library.registered == [3 * 4096]
     library.memory_free -= 8 * 4096 + 1
     with pytest.raises(RuntimeError, match="do not fit"):
-        kvikio_driver.KvikioDriver(0).stages(16, 4096)
+        KvikioDriver(0).stages(16, 4096)

@@ -161,9 +161,9 @@ class Host(Slowed):
 
     def wait_for_others(self, patience: float) -> None:
         """How long blocks are waited for that another engine has computed."""
-        import kvtier.vllm.requests
+        import kvtier.vllm.deferrals
 
-        kvtier.vllm.requests.WAIT_S = patience
+        kvtier.vllm.deferrals.WAIT_S = patience
 
     def end(self) -> dict[str, Any]:
         """Step until one of the requests that were begun has ended."""

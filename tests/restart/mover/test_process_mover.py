@@ -21,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.movers.contract import HOST, NEAR, SOON, MoverContract, MoverRig
+from support.movers.media import MediumSettings
 from support.processes.mover_processes import alive, await_restart, pid_of, until
 
 from kvtier import Stack
@@ -33,8 +35,6 @@ from kvtier.move import process as process
 from kvtier.move import process as process_connection
 from kvtier.move.process import ProcessMover
 from kvtier.move.protocol import Hello, TierOpening, frame
-from kvtier.testing.media import MediumSettings
-from kvtier.testing.mover import HOST, NEAR, SOON, MoverContract, MoverRig
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Outcome
 
@@ -224,7 +224,7 @@ from kvtier.backends.cpu.tier import CpuSpec, CpuTier
 from kvtier.interfaces.backend import TierContext
 from kvtier.core.slab import layout
 from kvtier.move.process import ProcessMover
-from kvtier.testing.mover import HOST, NEAR, MoverRig
+from support.movers.contract import HOST, NEAR, MoverRig
 from pathlib import Path
 
 rig = MoverRig(Path(sys.argv[1]))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.movers.contract import HOST, NEAR, SOON, MoverRig
 from support.processes.mover_processes import await_restart, pid_of, until
 
 from kvtier.errors import MoverError
@@ -19,7 +20,6 @@ from kvtier.interfaces.mover import TransferKind
 from kvtier.move import process as process_connection
 from kvtier.move.process import ProcessMover
 from kvtier.move.protocol import Ready
-from kvtier.testing.mover import HOST, NEAR, SOON, MoverRig
 
 pytestmark = pytest.mark.usefixtures("installed")
 

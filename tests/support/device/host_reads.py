@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.device.cuda import runtime as cuda_runtime
-from kvtier.device.direct.kvikio_driver import DeviceMemory, KvikioStage, device_sums
+from kvtier.device.direct import DeviceMemory, KvikioStage, device_sums
 
 
 class HostFuture:

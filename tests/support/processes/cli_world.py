@@ -52,9 +52,10 @@ def install_example(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-folder\nVersion: 0.1.0\n")
     points = f"[kvtier.backends]\nfolder = kvtier_folder:BACKEND\n{more}"
     (info / "entry_points.txt").write_text(points)
-    for path in (folder, EXAMPLE):
-        monkeypatch.syspath_prepend(str(path))
-        monkeypatch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+    # The package alone: a build by its own README leaves another description of it beside it.
+    (folder / "kvtier_folder").symlink_to(EXAMPLE / "kvtier_folder")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     for known in (door.backend, door._points):
         known.cache_clear()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvtier.interfaces.mover import Mover
 from kvtier.move.process import ProcessMover
-from kvtier.testing.mover import SOON
+from support.movers.contract import SOON
 
 
 def pid_of(mover: Mover) -> int:

@@ -15,7 +15,7 @@ from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.inspection.inspector import ObjectInspector
 from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.cli.inspect import look
-from kvtier.cli.selection import Choice, ChoiceReader, Numbers, choose
+from kvtier.cli.sink import Choice, ChoiceReader, Numbers, choose
 from kvtier.config import StackConfig, load
 from kvtier.core.slab import layout
 from kvtier.core.slab.slab_files import Slab, SlabSource
@@ -189,7 +189,7 @@ def test_what_is_no_slab_of_this_size_any_more_is_damaged(tmp_path: Path) -> Non
 
 
 def test_of_very_many_blocks_the_most_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cli.selection.USED_MAX", 3)
+    monkeypatch.setattr("kvtier.cli.sink.USED_MAX", 3)
     found = [(number, 0, size) for number, size in enumerate((5, 7, 12, 1, 6))]
     told = choose([Store(found)], NAME).used()
     assert told == {KEYS[0]: (5, 5.0), KEYS[2]: (5, 12.0), KEYS[4]: (6, 6.0)}

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler.simulated import simulate
 
 from benchmarks.eviction.replay import replay
 from kvtier import amounts
 from kvtier.cli.expectations import read_shape, shape_of
-from kvtier.cli.trace_simulation import Request, TierPlan
+from kvtier.cli.trace_simulation import Request, TierPlan, simulate
 from kvtier.errors import ConfigError
 from kvtier.eviction import create_policy
 from kvtier.settings import Admission, WritePolicy
@@ -47,6 +46,10 @@ class TestAmounts:
     )
     def test_durations(self, seconds: float, text: str) -> None:
         assert amounts.duration(seconds) == text
+
+    def test_ages_are_short(self) -> None:
+        texts = [amounts.age(seconds) for seconds in (-1, 59.9, 60, 5400, 100_000)]
+        assert texts == ["0s", "59s", "1m", "1h", "1d"]
 
     def test_rates_counts_and_shares(self) -> None:
         assert amounts.rate(2.5e9) == "2.5 GB/s"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.cli import serve
 from kvtier.errors import ConfigError
+from kvtier.vllm.hooks.versions import SERVER
 
 
 def transfer(command: list[str]) -> dict[str, object]:
@@ -90,12 +93,19 @@ def test_what_puts_another_connector_in_our_place_is_refused(flags: list[str]) -
         serve.server_command("m", Path("s.yaml"), flags)
 
 
-def test_the_page_says_what_it_is_the_same_as() -> None:
-    page = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text()
-    block = page.partition("It is the same as\n")[2].split("```")[1]
+STACK = Path("/path/of/stack.yaml")
+
+
+@pytest.mark.parametrize(
+    ("page", "instead"),
+    [("serve", None), ("native_tiering", serve.secondary_tier(STACK, 8 << 30, 256))],
+)
+def test_the_page_says_what_it_is_the_same_as(page: str, instead: dict[str, Any] | None) -> None:
+    text = (Path(__file__).parents[3] / f"docs/guides/{page}.md").read_text()
+    block = text.partition("It is the same as\n")[2].split("```")[1]
     name, serving, model, *written = shlex.split(block.removeprefix("sh").replace("\\\n", " "))
     assert (name, serving) == ("vllm", "serve")
-    command = serve.server_command(model, Path("/path/of/stack.yaml"), [])
+    command = serve.server_command(model, STACK, [], instead)
     assert transfer(written) == transfer(command)
     made = command[command.index(model) + 1 :]
     for flags in (made, written):
@@ -191,3 +201,38 @@ def test_processors_that_are_slow_at_16_bits(tmp_path: Path, features: str, slow
     cpuinfo.write_text(f"processor\t: 0\nmodel name\t: any\n{features}\nbugs\t\t: some\n")
     assert serve.is_slow_at_halves(cpuinfo) is slow
     assert not serve.is_slow_at_halves(tmp_path / "none")
+
+
+def test_the_guide_names_the_server_where_vllms_own_command_fails() -> None:
+    """In its build for CPUs."""
+    page = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text()
+    assert f"`python -m {SERVER} --model MODEL`" in page
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded() -> None:
+    """It took vLLM half a minute, and a traceback."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = str(other.getsockname()[1])
+        flags = ["--host", "127.0.0.1", "--port", port]
+        other.listen()
+        with pytest.raises(ConfigError, match=f"--port {port}: another process uses it"):
+            serve.check_port(flags)
+        serve.check_port([*flags, "--headless"])
+    serve.check_port(flags)
+    serve.check_port(["--port", "99999"])
+    serve.check_port(["--host", "no.such.host", "--port", port])
+
+
+def test_a_flag_with_a_slip_is_found_before_anything_is_loaded() -> None:
+    known = {"max-model-len", "port", "enable-prefix-caching", "compilation-config"}
+    fine = [
+        "--max_model_len=9",
+        "--no-enable-prefix-caching",
+        "--max-model",
+        "--compilation-config.x=1",
+    ]
+    serve.check_flags([*fine, "--of-a-plugin", "-O3", "--port", "80"], known)
+    for flag in ("--max-modle-len=9", "--enable-prefix-cachng"):
+        with pytest.raises(ConfigError, match="is no flag of vLLM's - did you mean"):
+            serve.check_flags([*fine, flag], known)

@@ -1,25 +1,17 @@
-"""Simulating stacks on traces: quick and slow ways agree, on one core and on several."""
+"""Simulating stacks on traces: the quick way and a slow one agree."""
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
-from support.scheduler.simulated import simulate
 
 from kvtier.chain.store import Touches
-from kvtier.cli import trace_simulation as simulate_module
-from kvtier.cli.trace_simulation import Request, TierPlan, Trace, simulate_all, spread
-from kvtier.errors import KVTierError
+from kvtier.cli.trace_simulation import Request, TierPlan, simulate
 from kvtier.eviction import UNKNOWN, create_policy
 from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey
@@ -189,53 +181,8 @@ def test_a_long_trace_under_the_default_policy() -> None:
     assert counts(requests, plans) == slowly(requests, plans)
 
 
-def test_many_stacks_at_once_are_the_same_as_one_by_one() -> None:
-    requests = conversations(5, 300)
-    through, evicted = WritePolicy.THROUGH, WritePolicy.ON_EVICT
-    stacks = [
-        [
-            TierPlan("above", blocks, "adaptive", through, Admission.ALWAYS),
-            TierPlan("below", 3 * blocks, "lru", write, Admission.ALWAYS),
-        ]
-        for blocks in (5, 20, 40)
-        for write in (through, evicted)
-    ]
-    told: list[int] = []
-    trace = Trace(requests)
-    together = simulate_all([(trace, plans) for plans in stacks], told.append)
-    assert together == [simulate(requests, plans) for plans in stacks]
-    assert sum(told) == 2 * len(stacks)
-
-
-def test_the_same_tier_under_another_name_is_not_run_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    trace = Trace(conversations(5, 100))
-    ran: list[Sequence[TierPlan]] = []
-    run = simulate_module.run_group
-
-    def remembered(trace: Trace, plans: Sequence[TierPlan]) -> simulate_module.GroupResult:
-        ran.append(plans)
-        return run(trace, plans)
-
-    monkeypatch.setattr(simulate_module, "run_group", remembered)
-    small, large = [
-        TierPlan("cpu", blocks, "lru", WritePolicy.THROUGH, Admission.ALWAYS) for blocks in (9, 30)
-    ]
-    disk = structs.replace(large, kind="nvme")
-    told: list[int] = []
-    first, second = simulate_all([(trace, [small, disk]), (trace, [large, disk])], told.append)
-    assert len(ran) == 2
-    assert sum(told) == 4
-    assert [tier.kind for tier in first.tiers + second.tiers] == ["cpu", "nvme", "cpu", "nvme"]
-    assert first == simulate(trace.requests, [small, disk])
-    assert second.tiers[1].hits == 0
-    assert first.hits == second.hits > second.tiers[1].hits < first.tiers[1].hits
-
-
 @pytest.mark.parametrize("spare", [-1, 0, 1])
-def test_a_tier_that_holds_everything_needs_no_policy(spare: int) -> None:
+def test_a_tier_that_holds_everything(spare: int) -> None:
     requests = conversations(8, 200)
     distinct = len({block for request in requests for block in request.blocks})
     for blocks in (20, distinct + spare):
@@ -273,73 +220,3 @@ def test_a_tier_without_room_is_as_good_as_none(eviction: str, write: WritePolic
 def test_no_requests() -> None:
     plans = [TierPlan("tier", 4, "lru", WritePolicy.THROUGH, Admission.ALWAYS)]
     assert counts([], plans) == [Counts(0, 0, 0)]
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of tests before this one, which may still be ending, do not count."""
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-
-
-@pytest.mark.usefixtures("alone")
-class TestWorkers:
-    @pytest.fixture(autouse=True, params=[1, 4])
-    def cores(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-        cores: int = request.param
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-        return cores
-
-    def test_every_answer_with_its_task(self) -> None:
-        found = dict(spread(lambda task: task * 2, list(range(20))))
-        assert found == {number: 2 * number for number in range(20)}
-
-    def test_large_answers(self) -> None:
-        found = dict(spread(lambda task: bytes([task]) * (3 << 20), [1, 2, 3]))
-        assert all(found[at] == bytes([at + 1]) * (3 << 20) for at in range(3))
-
-    def test_they_work_in_processes_of_their_own(self, cores: int) -> None:
-        pids = {pid for _, pid in spread(lambda task: os.getpid(), [1, 2, 3])}
-        assert pids == {os.getpid()} if cores == 1 else os.getpid() not in pids
-
-    def test_whoever_stops_listening_leaves_nobody_behind(
-        self, cores: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        forked: list[int] = []
-        fork = os.fork
-
-        def remembered() -> int:
-            forked.append(fork())
-            return forked[-1]
-
-        monkeypatch.setattr(os, "fork", remembered)
-        answers = spread(lambda task: task, list(range(8)))
-        next(answers)
-        answers.close()  # type: ignore[attr-defined]
-        assert bool(forked) == (cores > 1)
-        for pid in forked:
-            with pytest.raises(ChildProcessError):  # it has ended and was waited for
-                os.waitpid(pid, os.WNOHANG)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_worker_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    with pytest.raises(KVTierError, match="was killed"):
-        list(spread(lambda task: os.kill(os.getpid(), 9), [1, 2]))
-
-
-# Ctrl-C while Python tidies up behind a fork, where an exception would be printed and lost.
-INTERRUPTED_FORK = """
-import os, signal
-from kvtier.cli.trace_simulation import spread
-signal.signal(signal.SIGINT, signal.default_int_handler)
-os.sched_getaffinity = lambda pid: {0, 1}
-os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
-try: list(spread(lambda task: task, [1, 2]))
-except KeyboardInterrupt: print("interrupted")
-"""
-
-
-def test_interrupted_while_it_forks() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_FORK], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from kvtier.config import StackConfig
-from kvtier.config.schema import Schema, descriptions, json_schema, reference
+from kvtier.config.schema import Schema, descriptions, json_schema
 from kvtier.interfaces.backend import kinds
 from kvtier.settings import ByteSize, TierSettings, WritePolicy
+from tools.configuration_reference import reference
 
 KINDS = ["bench", "shelf"]
 

@@ -30,7 +30,7 @@ from kvtier.eviction.adaptive import (
     shared_kind,
 )
 from kvtier.eviction.forecast import AGES, SAMPLED_IN, Forecast, History, Runs, age_steps
-from kvtier.eviction.lru import NOWHERE
+from kvtier.eviction.policy import NOWHERE
 
 
 def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

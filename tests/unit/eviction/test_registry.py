@@ -28,7 +28,7 @@ class TestRegistry:
         )
         (tmp_path / "raising_policies.py").write_text("raise RuntimeError('no device is here')\n")
         (tmp_path / "other_policies.py").write_text(
-            "from kvtier.eviction.lru import LRU\n"
+            "from kvtier.eviction.policy import LRU\n"
             "class Oldest(LRU):\n    name = 'oldest'\n"
             "WRONG = 3\n"
         )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.movers.media import FileSpec, HostSpec
 
 from kvtier.errors import MoverError
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
@@ -24,7 +25,6 @@ from kvtier.move.protocol import (
     frame,
     requests,
 )
-from kvtier.testing.media import FileSpec, HostSpec
 from kvtier.testing.subject import make_keys
 from kvtier.types import Outcome
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+from support.movers.contract import SOON, MoverContract, MoverRig
+from support.movers.media import FILE, HOST, FileSettings, MediumSettings
 
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, TransferKind
 from kvtier.move import threads as batch_carrier
 from kvtier.move.queues import TransferJob
 from kvtier.move.threads import ThreadMover
-from kvtier.testing.media import FILE, HOST, FileSettings, MediumSettings
-from kvtier.testing.mover import SOON, MoverContract, MoverRig
 from kvtier.types import Outcome
 
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvtier.interfaces import events as events_module
+from kvtier.interfaces import tier as tier_module
 from kvtier.interfaces.backend import TierContext
-from kvtier.interfaces.events import Events
+from kvtier.interfaces.tier import Events
 from kvtier.settings import ByteSize, Capacity
 from kvtier.testing.memory import BACKEND, MemorySettings
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -40,7 +40,7 @@ def test_who_listens_hears_everything_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_does_not_hears_what_it_comes_to(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "_KEYS_MAX", 10)
+    monkeypatch.setattr(tier_module, "_KEYS_MAX", 10)
     dice, events, keys = random.Random(seed), Events(), make_keys(30)
     here: set[BlockKey] = set()
     believed: set[BlockKey] = set()
@@ -66,5 +66,5 @@ def test_a_tier_whose_events_nobody_takes_does_not_pile_them_up() -> None:
         keys = tier.prepare_store(make_keys(4, start=start)).keys
         tier.complete_store(keys)
     told = tier.take_events()
-    assert sum(len(event.keys) for event in told) <= events_module._KEYS_MAX + blocks
+    assert sum(len(event.keys) for event in told) <= tier_module._KEYS_MAX + blocks
     tier.close()

@@ -13,9 +13,9 @@ import pytest
 
 from kvtier.backends.cpu.owned_region import OwnedRegion
 from kvtier.backends.cpu.region import plan_region
-from kvtier.system import numa
+from kvtier.system import memory
 from kvtier.system.disk import Disk
-from kvtier.system.numa import Topology
+from kvtier.system.memory import Topology
 
 
 def write(path: Path, text: str) -> None:
@@ -121,15 +121,15 @@ def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
 # As Docker's own profile does to who has not CAP_SYS_NICE: `mbind` fails, all else goes on.
 FILTERED = """
 import ctypes, struct
-from kvtier.system import numa
-number = numa._MBIND[numa.platform.machine()]
+from kvtier.system import memory
+number = memory._MBIND[memory.platform.machine()]
 if_it_is, refused, allowed = 0x15, 0x00050000 | 1, 0x7FFF0000
 steps = [(0x20, 0, 0, 0), (if_it_is, 0, 1, number), (6, 0, 0, refused), (6, 0, 0, allowed)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
 program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
 libc = ctypes.CDLL(None)
 assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program, 0, 0)
-print(numa.place(memoryview(bytearray(4096)), [0]))
+print(memory.place(memoryview(bytearray(4096)), [0]))
 """
 
 
@@ -139,11 +139,11 @@ def test_a_container_that_may_not_place_memory_is_told_what_it_lacks() -> None:
 
 
 def test_memory_is_placed_or_there_is_a_reason() -> None:
-    with mmap.mmap(-1, 1 << 16) as memory:
-        view = memoryview(memory)
-        reason = numa.place(view, Topology().nodes[:1] or [0])
+    with mmap.mmap(-1, 1 << 16) as mapped:
+        view = memoryview(mapped)
+        reason = memory.place(view, Topology().nodes[:1] or [0])
         assert reason is None or reason
-        assert numa.place(view, [777]) is not None, "there is no such node"
+        assert memory.place(view, [777]) is not None, "there is no such node"
         view.release()
 
 
@@ -153,9 +153,9 @@ def test_a_thread_stays_on_its_cores_and_others_do_not_mind() -> None:
     seen: list[set[int]] = []
 
     def run() -> None:
-        numa.bind_thread({*one, 4000})
+        memory.bind_thread({*one, 4000})
         seen.append(os.sched_getaffinity(0))
-        numa.bind_thread({4001})
+        memory.bind_thread({4001})
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=run)

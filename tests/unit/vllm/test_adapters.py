@@ -35,8 +35,8 @@ _names = itertools.count()
 class Engine:
     """Asks as an engine does, and waits for looks where that asks again in its next step."""
 
-    def __init__(self, patience_s: float = 60.0) -> None:
-        self.adapters = Adapters(patience_s)
+    def __init__(self, look_wait_s: float = 60.0) -> None:
+        self.adapters = Adapters(look_wait_s)
 
     def request(self, adapter: Any, name: str = "") -> bytes | None:
         """The salt for a request that has just come."""
@@ -270,7 +270,7 @@ def test_files_that_hang_hold_up_nobody(
     files.reached.clear()
     engine.adapters.arrived("first", named(folder))
     assert files.reached.wait(60.0)
-    engine.adapters._patience_s = 0.0
+    engine.adapters._look_wait_s = 0.0
     for name in ("first", "second", "third"):
         if name != "first":
             engine.adapters.arrived(name, named(folder))
@@ -278,7 +278,7 @@ def test_files_that_hang_hold_up_nobody(
         assert engine.adapters.take_salt(name) is None
     assert engine.adapters.holds(1, Report(1))
     assert [vouched for _, _, vouched in engine.adapters.take_stored()] == [False]
-    engine.adapters._patience_s = 60.0
+    engine.adapters._look_wait_s = 60.0
     files.gate.set()
     assert engine.salt(folder) == fresh(folder)
     engine.adapters.close()
@@ -298,13 +298,13 @@ def test_an_adapter_that_changes_while_its_files_hang_is_not_known(
     tmp_path: Path, files: Files
 ) -> None:
     """The engine may have read it before anybody had looked at it."""
-    folder, engine = adapter(tmp_path / "a", 1), Engine(patience_s=0.0)
+    folder, engine = adapter(tmp_path / "a", 1), Engine(look_wait_s=0.0)
     files.gate.clear()
     engine.adapters.read(named(folder))
     (folder / "adapter_model.safetensors").touch()
     assert engine.request(named(folder)) is None
     files.gate.set()
-    engine.adapters._patience_s = 60.0
+    engine.adapters._look_wait_s = 60.0
     assert engine.salt(folder) is None
     assert fresh(folder)
     engine.adapters.close()

@@ -8,7 +8,7 @@ import pytest
 from support.processes.clocks import Clock
 
 from kvtier.cost.model import CostModel
-from kvtier.vllm.engine_load import Pace, prompt_tokens
+from kvtier.vllm.engine_load import StepTimes, prompt_tokens
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def costs(clock: Clock) -> CostModel:
 
 
 def test_a_step_takes_from_its_schedule_to_its_end(clock: Clock, costs: CostModel) -> None:
-    pace = Pace(costs, clock)
+    pace = StepTimes(costs, clock)
     pace.began(1000, 0)
     clock.now += 0.5
     pace.ended()
@@ -32,7 +32,7 @@ def test_a_step_takes_from_its_schedule_to_its_end(clock: Clock, costs: CostMode
 def test_steps_scheduled_ahead_begin_when_the_one_before_ends(
     clock: Clock, costs: CostModel
 ) -> None:
-    pace = Pace(costs, clock)
+    pace = StepTimes(costs, clock)
     for _ in range(10):
         pace.began(1000, 0)
         pace.began(1000, 0)
@@ -44,7 +44,7 @@ def test_steps_scheduled_ahead_begin_when_the_one_before_ends(
 
 
 def test_steps_without_prompts_say_nothing(clock: Clock, costs: CostModel) -> None:
-    pace = Pace(costs, clock)
+    pace = StepTimes(costs, clock)
     pace.began(0, 0)
     clock.now += 1
     pace.ended()
@@ -53,7 +53,7 @@ def test_steps_without_prompts_say_nothing(clock: Clock, costs: CostModel) -> No
 
 
 def test_steps_that_never_end_are_forgotten(clock: Clock, costs: CostModel) -> None:
-    pace = Pace(costs, clock)
+    pace = StepTimes(costs, clock)
     for _ in range(8):
         pace.began(1000, 0)
     clock.now += 1000
@@ -100,9 +100,9 @@ def test_what_of_a_step_is_of_prompts(
     assert prompt_tokens(scheduled) == said
 
 
-def known(clock: Clock, costs: CostModel) -> Pace:
+def known(clock: Clock, costs: CostModel) -> StepTimes:
     """A thousand tokens a second."""
-    pace = Pace(costs, clock)
+    pace = StepTimes(costs, clock)
     for _ in range(20):
         pace.began(1000, 0)
         clock.now += 1.0
@@ -139,8 +139,8 @@ def test_an_engine_that_becomes_slow_is_found_out_though_steps_are_scheduled_ahe
 
 
 def test_how_long_the_device_is_still_at_what_has_begun(clock: Clock, costs: CostModel) -> None:
-    assert Pace(costs, clock).under_way() == 0.0
-    unknown = Pace(costs, clock)
+    assert StepTimes(costs, clock).under_way() == 0.0
+    unknown = StepTimes(costs, clock)
     unknown.began(1000, 0)
     assert unknown.under_way() == 0.0
     pace = known(clock, costs)

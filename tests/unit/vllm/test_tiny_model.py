@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm.serving import tiny_model
+from kvtier.vllm import tiny_model
 
 
 @pytest.mark.parametrize(

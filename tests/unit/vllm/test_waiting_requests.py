@@ -23,7 +23,7 @@ from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.chain.tier_chain import TierChain
 from kvtier.types import BlockKey, group_of
-from kvtier.vllm.deferrals import PATIENCE_S
+from kvtier.vllm.deferrals import ROOM_WAIT_S
 from kvtier.vllm.protocol import Report
 
 
@@ -70,7 +70,7 @@ def test_a_load_waits_for_room_that_others_hold(
         worker_job = made.prepare_load(asking.needed(prompts["a"]), "a")
         assert stack.settle(), "all has landed, and the worker still reads it"
         assert asks_again("b")
-        now[0] = PATIENCE_S - 0.01
+        now[0] = ROOM_WAIT_S - 0.01
         assert asks_again("b")
         now[0] = 3.0
         if known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import vllm
 
+from kvtier.cli.serve import check_flags
 from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points import TOUCH_POINTS
 
@@ -15,6 +16,16 @@ def test_all_of_it_is_there() -> None:
     found = versions.touch_points(vllm.__version__)
     assert [moved for each in found for moved in each.moved] == []
     assert versions.find().tested
+
+
+def test_every_flag_of_the_server_is_known() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    flags = {each for action in actions for each in action.option_strings if each[:2] == "--"}
+    assert "--max-model-len" in flags
+    check_flags(sorted(flags), versions.known_flags())
 
 
 def test_nothing_private_is_overridden_that_is_not_in_it() -> None:

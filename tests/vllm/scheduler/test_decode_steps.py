@@ -11,7 +11,7 @@ from pathlib import Path
 import engines.engine
 import pytest
 
-from kvtier.testing.media import make_memory_folder
+from kvtier.testing.subject import make_memory_folder
 
 STUB = Path(engines.engine.__file__).with_name("stub.py")
 CALLS_MAX = 80

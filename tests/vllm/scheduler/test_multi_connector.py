@@ -63,7 +63,7 @@ def test_the_scheduler_waits_for_no_look_at_an_adapters_files(
     with Stack.open(host_memory(tmp_path), TWO_GROUPS) as stack:
         asking = manager(stack, FULL)
         asked = VllmManager(asking.manager, events=False, keeps=False)
-        asked._adapters = Adapters(patience_s=60.0)
+        asked._adapters = Adapters(look_wait_s=60.0)
         ends, context = asking.keys(2), SimpleNamespace(req_id="first")
 
         def step_while(waits: Callable[[], bool]) -> None:

@@ -17,7 +17,7 @@ from engines.engine import connector
 from engines.world import World, chunk_tokens, prompt
 from support.object.object_servers import free_port
 
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm.server_process import Server
 
 ROOT = Path(__file__).parents[3]
 FLAGS = ["--max-model-len", "4096", "--dtype", "float32", "--enforce-eager"]

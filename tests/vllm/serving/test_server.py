@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 import pytest
 from engines.world import World, flip
 
-from kvtier.vllm.serving.server_process import Server
+from kvtier.vllm.server_process import Server
 
 DOCS = Path(__file__).parents[3] / "docs"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -13,9 +13,9 @@ import pytest
 
 import kvtier
 from kvtier.errors import ConfigError
-from kvtier.vllm.hooks import source_check, versions
-from kvtier.vllm.hooks.source_check import Finding, Sources, as_lines, check, wheel
+from kvtier.vllm.hooks import versions
 from kvtier.vllm.hooks.touch_points import TOUCH_POINTS, TouchPoint
+from kvtier.vllm.hooks.versions import Sources, TouchPointCheck, as_lines, check, wheel
 
 HOOKS = Path(kvtier.__file__).parent / "vllm" / "hooks"
 SOURCES = {
@@ -83,7 +83,7 @@ def test_a_wheel_is_looked_at_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
             **{**_fields(point("vllm.engine:Engine", "_jobs")), "since": (0, 40), "until": (0, 40)}
         ),
     )
-    monkeypatch.setattr(source_check, "TOUCH_POINTS", points)
+    monkeypatch.setattr(versions, "TOUCH_POINTS", points)
     with zipfile.ZipFile(io.BytesIO(), "w") as archive:
         for name, text in SOURCES.items():
             archive.writestr(name, text)
@@ -105,7 +105,7 @@ def _fields(point: TouchPoint) -> dict[str, object]:
 def test_a_version_that_was_never_tested(
     moved: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    findings = [Finding(TOUCH_POINTS[0], moved)]
+    findings = [TouchPointCheck(TOUCH_POINTS[0], moved)]
     monkeypatch.setattr(versions, "touch_points", lambda version: findings)
     for version in ("0.34.0", "0.32.1+cpu"):
         if moved:

@@ -1,5 +1,4 @@
-"""Small media that the suites use, in folders that do not outlive their makers; and a handler in a
-process that knows settings and context alone, as that of the mover does."""
+"""Small media for tests of movers, which a mover's process opens like any backend's."""
 
 from __future__ import annotations
 
@@ -8,25 +7,16 @@ import enum
 import fcntl
 import mmap
 import os
-import re
 import select
-import shutil
-import subprocess
-import sys
 import threading
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
-from kvtier.interfaces.backend import Backend, TierContext, backend
+from kvtier.interfaces.backend import Backend, TierContext
 from kvtier.interfaces.handler import Handler, HostHandler
 from kvtier.interfaces.tier import Tier
-from kvtier.move.protocol import TierOpening
 from kvtier.record.record import Buffer, record_bytes
 from kvtier.settings import TierSettings
-from kvtier.testing.subject import blank, prove
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 SLOTS_MAX = 1024
@@ -288,80 +278,6 @@ def install(folder: Path) -> None:
     )
     info.joinpath("entry_points.txt").write_text(
         "[kvtier.backends]\n"
-        "test-host = kvtier.testing.media:HOST\n"
-        "test-file = kvtier.testing.media:FILE\n"
+        "test-host = support.movers.media:HOST\n"
+        "test-file = support.movers.media:FILE\n"
     )
-
-
-# Folders in shared memory for tests and benchmarks, which do not outlive them for long.
-#
-# A process that is killed removes nothing. Shared memory that nobody uses slows down all of the
-# machine, so each folder names its owner, and whoever makes the next one removes those whose owner
-# is gone.
-
-SHARED = Path("/dev/shm")
-_NAME = re.compile(r"kvtier-(?:test|bench)-(\d+)-[0-9a-f]+")
-
-
-def make_memory_folder(kind: str = "test", parent: Path = SHARED) -> Path:
-    """A new folder of this process; the caller removes it. `kind` is "test" or "bench"."""
-    remove_ownerless(parent)
-    folder = parent / f"kvtier-{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-def remove_ownerless(parent: Path = SHARED) -> None:
-    """Remove the folders whose owner has ended."""
-    for path in parent.iterdir():
-        named = _NAME.fullmatch(path.name)
-        if named is not None and not _alive(int(named[1])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(PermissionError):  # another user's
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
-
-
-class Question(msgspec.Struct):
-    """What to open, and what to load there."""
-
-    opening: TierOpening
-    context: TierContext
-    spec: msgspec.Raw
-    keys: list[BlockKey]
-
-
-def load_elsewhere(
-    settings: TierSettings, context: TierContext, spec: LoadStoreSpec, keys: Sequence[BlockKey]
-) -> list[Outcome]:
-    """Load pinned keys, at most as many as one call may have, and prove them, in a new process."""
-    opening, place = TierOpening.of(settings), msgspec.Raw(msgspec.msgpack.encode(spec))
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()"],
-        input=msgspec.msgpack.encode(Question(opening, context, place, list(keys))),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return msgspec.msgpack.decode(done.stdout, type=list[Outcome])
-
-
-def answer() -> None:
-    """Answer a question from stdin."""
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Question)
-    found, namespace = backend(asked.opening.kind), asked.context.namespace
-    handler = found.open_handler(asked.opening.read(), asked.context)
-    records = [blank(namespace) for _ in asked.keys]
-    spec = msgspec.msgpack.decode(asked.spec, type=found.spec)
-    outcomes = handler.load(spec, asked.keys, records)
-    for index, (key, record) in enumerate(zip(asked.keys, records, strict=True)):
-        if outcomes[index].ok:
-            outcomes[index] = prove(record, key, namespace)
-    handler.close()
-    sys.stdout.buffer.write(msgspec.msgpack.encode(outcomes))

@@ -3,7 +3,7 @@
 Its text is noise, but its attention is real: the next token depends on every token before it, so
 a wrong byte of KV cache changes the output. Used by tests, benchmarks and the first run.
 
-    python -m kvtier.vllm.serving.tiny_model FOLDER --layers 16 --hidden 1024
+    python -m kvtier.vllm.tiny_model FOLDER --layers 16 --hidden 1024
 
 Needs torch, transformers and tokenizers, all of which come with vLLM.
 """

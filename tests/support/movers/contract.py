@@ -1,4 +1,7 @@
-"""What every mover promises."""
+"""What every mover promises, sentence by sentence: subclass `MoverContract` with a way to open one.
+
+class TestMine(MoverContract): def open_mover(self, tiers, context): ...
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes
 from kvtier.settings import ByteSize, Capacity
-from kvtier.testing.media import (
+from kvtier.testing.subject import NAMESPACE, fill, make_keys, prove
+from kvtier.types import Outcome
+from support.movers.media import (
     Fault,
     FileSettings,
     FileSpec,
@@ -23,22 +28,12 @@ from kvtier.testing.media import (
     Medium,
     MediumSettings,
 )
-from kvtier.testing.subject import NAMESPACE, fill, make_keys, prove
-from kvtier.types import Outcome
 
 HOST, NEAR, FAR = 0, 1, 2
-
-
 SOON = 120.0
 """Only what hangs takes so long."""
-
-
 BATCH = 4
-
-
 QUEUE_BLOCKS = 32
-
-
 RECORD = record_bytes(NAMESPACE.payload_bytes)
 
 
@@ -182,17 +177,12 @@ class MoverRig:
         return [self.media[HOST].reported(slot) for slot in slots]
 
 
-# What every mover promises, sentence by sentence: subclass `MoverContract` with a way to open one.
-#
-# class TestMine(MoverContract): def open_mover(self, tiers, context): ...
-
-
 class MoverContract:
     """Each test states one promise of `kvtier.interfaces.mover.Mover`."""
 
     @abstractmethod
     def open_mover(self, tiers: Sequence[MediumSettings], context: TierContext) -> Mover:
-        """Open the mover under test over media that `kvtier.testing.media` describes."""
+        """Open the mover under test over media that `support.movers.media` describes."""
 
     @pytest.fixture
     def rig(self, tmp_path: Path) -> Iterator[MoverRig]:

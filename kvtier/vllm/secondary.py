@@ -1,0 +1,357 @@
+"""A stack of kvtier's below vLLM's own CPU tier, as a secondary tier of vLLM's tiering.
+
+    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
+      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592,
+      "secondary_tiers": [{"type": "KVTierSecondary", "module_path": "kvtier.vllm.secondary",
+                           "stack": "stack.yaml"}]}
+
+vLLM copies between the device and its own CPU memory; this tier copies between that and the slots
+of the stack's cpu tier, through which blocks pass on their way. Each chunk of vLLM's is one record:
+the copier takes its checksum on the way in, and proves it on the way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import vllm
+
+from kvtier import config as stack_config
+from kvtier.chain.ledger import Ticket
+from kvtier.device.copier import CopyJob, CopyResult
+from kvtier.device.cpu import CpuCopier
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.records import RankRecords
+from kvtier.errors import ConfigError
+from kvtier.interfaces.backend import backend
+from kvtier.interfaces.handler import RegionHandler
+from kvtier.interfaces.mover import TransferKind
+from kvtier.settings import Persistence
+from kvtier.stack import Stack
+from kvtier.types import BlockKey, Namespace, Outcome, Presence
+from kvtier.vllm import unsupported_modes
+from kvtier.vllm.guard import guarded
+from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, tiering
+from kvtier.vllm.hooks.versions import check_version, warn_if_untested
+from kvtier.vllm.identity import namespace_facts
+from kvtier.vllm.identity.prompts import salted
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.05
+"""An engine that has not stepped for so long is idle: a thread calls the chain in its place."""
+_BLAMED = (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR)
+"""What says that a block itself is bad."""
+
+
+class _Job(msgspec.Struct):
+    """A job of vLLM's under way; `keys` has its keys by those of the tiers."""
+
+    keys: Mapping[BlockKey, bytes]
+    request: str
+    reserved: list[BlockKey]
+    """Those that have a slot, of a store."""
+    ticket: Ticket | None = None
+    """Of a load."""
+
+
+class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
+    """Keeps what vLLM's CPU tier holds in the tiers of a stack.
+
+    All methods may be called by several threads. None waits for a transfer but `drain_jobs` and
+    `shutdown`, and no exception leaves one but the constructor, which refuses an engine that cannot
+    be served.
+    """
+
+    medium = tiering.Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        stack: str | Mapping[str, Any],
+        weights: str | None = None,
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        check_version(vllm.__version__)
+        warn_if_untested(vllm.__version__)
+        read = stack_config.load(stack)
+        namespace = _namespace(offloading_spec, self.block_size_bytes, read, weights)
+        parallel = offloading_spec.config.parallel
+        several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+        self._load_seconds = max(tier.load_deadline.seconds for tier in read.tiers)
+        self._stack = Stack.open(
+            read,
+            namespace,
+            serving=True,
+            engine=f"{read.name}-dp{parallel.data_parallel_index}" if several else None,
+        )
+        self._chain = self._stack.chain
+        self._copier = self._open_copier(primary_kv_view)
+        self._lock = threading.RLock()
+        self._jobs: dict[int, _Job] = {}
+        self._finished: list[Any] = []
+        self._failed: dict[str, set[bytes]] = {}
+        """What a request asks for no more: its load has failed once."""
+        self._epoch = b""
+        self._stepped = 0.0
+        self._closed = threading.Event()
+        self._idle = threading.Thread(target=self._poll_idle, name="kvtier-idle", daemon=True)
+        self._idle.start()
+        engine.end_with_parent()
+        engine.install()
+        logger.info("KV cache is kept, and found again: %s", self._stack.summary())
+
+    def _open_copier(self, view: memoryview) -> CpuCopier:
+        """Copies between vLLM's chunks, as blocks of one group, and slots of the cpu tier."""
+        pages = np.frombuffer(view, np.uint8).reshape(-1, self.block_size_bytes)
+        chunks, size = pages.shape
+        tensor = DeviceTensor(pages.ctypes.data, chunks, size, size)
+        layout = DeviceLayout((tensor,), ((PageRef(0, size),),))
+        host = self._stack.host
+        assert isinstance(host, RegionHandler), "the cpu tier comes first"
+        return CpuCopier(RankRecords(layout, host.region, self._stack.namespace.digest), [pages])
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    @guarded(lambda: interfaces.LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        results = interfaces.LookupResult
+        if key in self._failed.get(req_context.req_id, ()):
+            return results.MISS
+        with self._lock:
+            self._stepped = time.monotonic()
+            (found,) = self._chain.lookup(salted([key], self._epoch))
+        if found is Presence.PENDING:
+            return results.RETRY
+        return results.HIT if found is Presence.HIT else results.MISS
+
+    @guarded(lambda: None)
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        with self._lock:
+            self._chain.touch(salted(list(keys), self._epoch))
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, TransferKind.STORE)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, TransferKind.LOAD)
+
+    def _submit(self, asked: Any, kind: TransferKind) -> None:
+        with self._lock:
+            if not self._begin(asked, kind):
+                self._finish(asked.job_id, ok=False)
+
+    @guarded(lambda: False)
+    def _begin(self, asked: Any, kind: TransferKind) -> bool:
+        """Begin a job, or end it at once if there is nothing to be copied."""
+        now, request = time.monotonic(), asked.req_context.req_id
+        keys = list(asked.keys)
+        known = salted(keys, self._epoch)
+        chunks = dict(zip(known, asked.chunk_ids, strict=True))
+        job = _Job(dict(zip(known, keys, strict=True)), request, [])
+        deadline = now + self._load_seconds
+        if kind is TransferKind.STORE:
+            reservation = self._chain.prepare_store(list(chunks))
+            job.reserved, spec = reservation.keys, reservation.spec
+        else:
+            job.ticket = self._chain.begin_load(list(chunks), request, deadline, proves=True)
+            job.reserved, spec = list(job.ticket.keys), job.ticket.spec
+        self._jobs[asked.job_id] = job
+        if not job.reserved:
+            self._end(asked.job_id, {}, ok=kind is TransferKind.STORE)
+            return True
+        ids = np.array([chunks[key] for key in job.reserved], np.int64)
+        self._copier.submit(
+            CopyJob(
+                id=asked.job_id,
+                kind=kind,
+                keys=job.reserved,
+                slots=getattr(spec, "slots", ()),
+                blocks=DeviceBlocks(ids, [len(ids)], [0]),
+                deadline=float("inf") if kind is TransferKind.STORE else deadline,
+            )
+        )
+        return True
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        with self._lock:
+            self._collect()
+            finished, self._finished = self._finished, []
+        return finished
+
+    @guarded(lambda: None)
+    def _collect(self) -> None:
+        for result in self._copier.poll():
+            failed = {
+                key: outcome
+                for key, outcome in zip(
+                    self._jobs[result.id].reserved, result.outcomes, strict=True
+                )
+                if not outcome.ok
+            }
+            self._end(result.id, failed, ok=not failed, result=result)
+
+    def _end(
+        self,
+        number: int,
+        failed: Mapping[BlockKey, Outcome],
+        *,
+        ok: bool,
+        result: CopyResult | None = None,
+    ) -> None:
+        """Let go of what a job held, and tell vLLM how it ended."""
+        job = self._jobs.pop(number)
+        if job.ticket is None:
+            self._chain.complete_store(job.reserved, failed)
+            self._finish(number, ok=ok, result=result)
+            return
+        came = [key for key in job.reserved if key not in failed]
+        blamed = {key: outcome for key, outcome in failed.items() if outcome in _BLAMED}
+        self._chain.end_load(job.ticket, blamed, proved=came)
+        if lost := job.keys.keys() - set(came):
+            logger.warning(
+                "%d of %d blocks for request %s could not be loaded (%s): they are recomputed",
+                len(lost),
+                len(job.keys),
+                job.request,
+                ", ".join(sorted({each.value for each in failed.values()})) or "no room",
+            )
+            self._failed.setdefault(job.request, set()).update(job.keys[key] for key in lost)
+        self._finish(number, ok=not lost, result=result, came=[job.keys[key] for key in came])
+
+    def _finish(
+        self,
+        number: int,
+        *,
+        ok: bool,
+        result: CopyResult | None = None,
+        came: Collection[bytes] = (),
+    ) -> None:
+        self._finished.append(
+            tiering.JobResult(
+                job_id=number,
+                success=ok,
+                successful_keys=came if came and not ok else None,
+                transfer_time=result.seconds if result else None,
+                transfer_bytes=result.bytes_moved if result else None,
+            )
+        )
+
+    # -- requests and steps ----------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return interfaces.RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._failed.pop(req_context.req_id, None)
+
+    def on_schedule_end(self, context: Any) -> None:
+        with self._lock:
+            self._stepped = time.monotonic()
+            self._poll()
+
+    @guarded(lambda: None)
+    def _poll(self) -> None:
+        self._chain.poll()
+        for tier in self._chain.tiers:
+            tier.take_events()  # nobody asks for them
+
+    def _poll_idle(self) -> None:
+        while not self._closed.wait(_IDLE_S):
+            with self._lock:
+                idle = time.monotonic() - self._stepped > _IDLE_S
+                if idle and not self._closed.is_set():
+                    self._poll()
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM has to ask for finished jobs. What the stack still writes needs no steps."""
+        return bool(self._jobs or self._finished)
+
+    @guarded(lambda: None)
+    def weights_changed(self) -> None:
+        """The workers were called to take other weights: nothing stored so far is served any more,
+        and later blocks are for this run only."""
+        with self._lock:
+            self._epoch = os.urandom(16)
+            self._chain.clear()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def drain_jobs(self) -> None:
+        with self._lock:
+            under_way = list(self._jobs)
+        self._copier.wait(under_way)
+        with self._lock:
+            self._collect()
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._idle.join()
+        with self._lock:
+            self._copier.close()
+            self._collect()
+            self._stack.close()
+            del self._copier  # it has a view of vLLM's memory, which vLLM is about to unmap
+
+
+def _namespace(
+    spec: Any, chunk_bytes: int, stack: stack_config.StackConfig, weights: str | None
+) -> Namespace:
+    """What makes vLLM's chunks interchangeable; raises ConfigError for an engine in which blocks
+    would be wrong, or of which they do not tell enough."""
+    vllm_config, kv_cache_config = config.under_construction()
+    _refuse(vllm_config, kv_cache_config, stack)
+    persistent = any(
+        getattr(tier, "persistence", Persistence.KEEP) is Persistence.KEEP for tier in stack.tiers
+    )
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if warning := namespace_facts.check_hash(algorithm, persistent=persistent):
+        logger.warning("%s", warning)
+    tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
+    facts = namespace_facts.facts_of(vllm_config, spec.blocks_per_chunk, weights, tokens)
+    ranks = spec.config.parallel
+    facts["door"] = (
+        f"secondary tier, {ranks.world_size} of {spec.config.worker_kv_bytes_per_block}"
+        f"{' canonical' if spec.config.canonical_layout else ''}"
+    )
+    return Namespace(facts=facts, group_bytes=(chunk_bytes,))
+
+
+def _refuse(vllm_config: Any, kv_cache_config: Any, stack: stack_config.StackConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    unsupported_modes.refuse(vllm_config, kv_cache_config, [transfer], os.environ)
+    instead = "serve with kvtier's connector, which knows of them"
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "--enable-lora",
+            "vLLM names an adapter to its tiers by name alone, and other files may have that later",
+            instead,
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1 or cache_groups.most_blocks(kv_cache_config) is not None:
+        raise ConfigError(
+            "--model",
+            "this one keeps windows or states, of which vLLM may hand a tier incomplete chunks",
+            instead,
+        )
+    if not backend(stack.tiers[0].kind).mapped:
+        raise ConfigError(
+            "$.tiers[0].kind",
+            f"is {stack.tiers[0].kind}, and blocks pass through CPU memory",
+            "put a small tier of kind cpu first",
+        )
