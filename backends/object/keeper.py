@@ -118,6 +118,8 @@ class Keeper:
         """After one that failed."""
         self._next_resync = 0.0
         self._soon = False
+        self._reached = False
+        """Whether the store has answered: if not, there is nothing to leave."""
         self._unseen_looks = 0
         self._listing = False
         self._stopping = False
@@ -140,6 +142,7 @@ class Keeper:
         with self._mutex:
             with contextlib.suppress(StoreFull):  # what is there can be served all the same
                 self._describe(if_absent=True)
+            self._reached = True
             self._resync(self._journal.read_all)
             with contextlib.suppress(StoreFull):
                 self._look()
@@ -195,7 +198,8 @@ class Keeper:
             return
         try:
             self._store.revoke(end)
-            self._leave()
+            if self._reached:
+                self._leave()
         except StoreError as error:
             _log.warning(
                 "closing the object store in haste; a listing will find what was stored last: %s",
