@@ -74,7 +74,7 @@ class MediumError(KVTierError):
 
 
 class MediumInUse(MediumError):
-    """A private medium (a CPU region) belongs to another live engine."""
+    """A medium, or the name on it, belongs to another live engine."""
 
 
 class NotResident(KVTierError):

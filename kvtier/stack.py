@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 
 _ENGINES_MAX = 64
 _NAME_IN_USE = (
-    "the engine name %r is in use on this machine: this engine goes on as %r, with CPU memory of "
-    "its own beside the other's. Which of the two finds which blocks there after a restart is left "
-    "to chance; folders and buckets are not concerned. Give each engine a name of its own (name in "
-    "its stack, KVTIER_NAME in those of configs/), or start it when the other has ended"
+    "the engine name %r is in use on this machine: this engine goes on as %r. They share "
+    "CPU memory all the same, but after a restart what either has retained is found by whoever has "
+    "its name then. Give each engine a name of its own (name in its stack, KVTIER_NAME in those of "
+    "configs/), or start it when the other has ended"
 )
 _WAIT_S = 0.05
 _PIECE = 256
@@ -97,7 +97,9 @@ class Stack:
     ) -> None:
         self.config = config
         self.namespace = namespace
-        wanted = TierContext(namespace, engine or config.name, tuple(near), serving)
+        wanted = TierContext(
+            namespace, engine or config.name, tuple(near), serving, stack=config.name
+        )
         self.context, tiers = _open_tiers(config, wanted)
         opened: list[Handler | Mover] = []
         try:

@@ -267,6 +267,8 @@ class TierStats(msgspec.Struct):
     evicted: int = 0
     dropped: int = 0
     corrupt: int = 0
+    neighbour_loads: int = 0
+    """Blocks that were read from what another engine of the machine owns."""
     pinned: int = 0
     in_flight: int = 0
     quarantined: int = 0

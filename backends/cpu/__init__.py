@@ -1,22 +1,19 @@
-"""The CPU tier: a named region of shared memory that workers map and that outlives the process.
+"""The CPU tier: slabs of shared memory, which the engines of a stack map and that outlive them.
 
-- `settings`, `backend`: what a stack file says, and how both halves are opened.
-- `tier`: the catalogue, and the spec: where blocks are in the region.
-- `handler`: the data side: records in place.
-- `region`: the mapped file, as every process sees it; `owned_region`: as its owner sees it.
-- `region_locks`: who owns a region, and who maps it.
-- `leftover_regions`: finds and removes regions that nobody will come back to.
-- `region_memory`: which memory a region gets; `early_memory` takes it while an engine starts.
-- `huge_page_support`: why a region has no huge pages.
-- `sharing`: how workers find their engine's region, and say what of it is pinned.
-- `inspection`: the medium seen from outside, for the command line.
+Most of it is a folder of slabs (`kvtier.slab`), on tmpfs. Here is what memory needs beside:
+
+- `folder`: settings, where the folder is, how its files get memory, and when it goes.
+- `memory`: addresses for slots, near which GPUs memory lies, in what pages, and when it is taken.
+- `medium`: what all processes of an engine map: its mark, and the slabs that this names.
+- `tier`: the catalogue, which writes entries through its mappings.
+- `backend`: how both halves are opened.
+- `inspect`: the medium seen from outside, for the command line.
 """
 
-from kvtier.backends.cpu.backend import BACKEND, CpuBackend, region_path
-from kvtier.backends.cpu.handler import CpuHandler
-from kvtier.backends.cpu.region import Region
-from kvtier.backends.cpu.settings import CpuSettings
-from kvtier.backends.cpu.tier import CpuSpec, CpuTier
+from kvtier.backends.cpu.backend import BACKEND, CpuBackend
+from kvtier.backends.cpu.folder import CpuSettings
+from kvtier.backends.cpu.medium import CpuHandler, CpuSpec, Region
+from kvtier.backends.cpu.tier import CpuTier
 
 __all__ = [
     "BACKEND",
@@ -26,5 +23,4 @@ __all__ = [
     "CpuSpec",
     "CpuTier",
     "Region",
-    "region_path",
 ]

@@ -7,19 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.handler import NvmeHandler
-from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.backends.nvme.housekeeping.read_only_keeper import (
-    ReadOnlyFolder,
-    ReadOnlyKeeper,
-    only_reads,
-)
-from kvtier.backends.nvme.settings import NvmeSettings, slab_bytes
-from kvtier.backends.nvme.spec import NvmeSpec
+from kvtier.backends.nvme.medium import NvmeHandler, NvmeSpec
+from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.backends.nvme.wear import leases_of
 from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.errors import ConfigError, NotWritable
 from kvtier.eviction import create_policy, policy_class
@@ -33,6 +24,9 @@ from kvtier.settings import (
     check_capacity,
     standing_folder,
 )
+from kvtier.slab.folder import Limits, SlabFolder, slab_bytes
+from kvtier.slab.keeper import Keeper, ReadOnlyFolder, ReadOnlyKeeper, only_reads
+from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.system.disk import Disk
 
 if TYPE_CHECKING:
@@ -73,7 +67,7 @@ class NvmeBackend(Backend[NvmeSettings]):
         disk = disk or Disk()
         root = Path(settings.path)
         only_read = only_reads(root, settings.write)
-        folder = (ReadOnlyFolder if only_read else NvmeFolder)(root, context.namespace, disk)
+        folder = (ReadOnlyFolder if only_read else SlabFolder)(root, context.namespace, disk)
         capacity = settings.capacity.resolve(disk.total_bytes(folder.root))
         limits = Limits(
             capacity=capacity,
@@ -83,10 +77,12 @@ class NvmeBackend(Backend[NvmeSettings]):
             discard=settings.persistence is Persistence.DISCARD,
             keep_s=settings.keep_for.seconds,
             grows=settings.write is not WritePolicy.NEVER,
-            write_rate=None if only_read else settings.writes_per_second(capacity),
         )
-        keeper = (ReadOnlyKeeper if only_read else Keeper)(folder, limits)
-        tier = NvmeTier(keeper, create_policy(settings.eviction))
+        rate = None if only_read else settings.writes_per_second(capacity)
+        leases = None if rate is None else leases_of(folder, rate, limits.slot_bytes)
+        keeper = (ReadOnlyKeeper if only_read else Keeper)(folder, limits, leases)
+        allowance = None if leases is None else leases.allowance
+        tier = NvmeTier(keeper, create_policy(settings.eviction), allowance=allowance)
         tier.engine = context.engine
         tier.in_files = not only_read  # workers open files to write, too
         keeper.start()
@@ -108,7 +104,7 @@ class NvmeBackend(Backend[NvmeSettings]):
     def open_inspector(
         self, settings: NvmeSettings, context: InspectorContext
     ) -> Inspector[NvmeSettings]:
-        from kvtier.backends.nvme.inspection.inspector import NvmeInspector
+        from kvtier.backends.nvme.inspect import NvmeInspector
 
         return NvmeInspector(self, settings, context)
 

@@ -16,15 +16,6 @@ from kvtier.settings import (
     WriteRate,
 )
 
-_SLAB_MIN = 1 << 20
-_SLAB_USUAL = 64 << 20
-_SLAB_MAX = 1 << 30
-_SLABS_MIN = 4
-"""A folder has room for so many at least: a slab is what engines that share one hand over."""
-_SLABS_MAX = 1 << 14
-"""And for so many at most: a keeper lists all of them, again and again."""
-
-
 DriveWrites = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 _DAY_S = 86400.0
 
@@ -63,10 +54,3 @@ class NvmeSettings(TierSettings, frozen=True, kw_only=True, tag="nvme"):
         if self.endurance is not None:
             return self.endurance * capacity / _DAY_S
         return None if self.writes is None else self.writes.per_second
-
-
-def slab_bytes(capacity: int) -> int:
-    """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
-    usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
-    most = max(_SLAB_MAX, capacity // _SLABS_MAX)
-    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // 16)))

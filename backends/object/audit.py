@@ -22,7 +22,7 @@ from kvtier.backends.object.manifests import ADDED, ENTRY, REMOVED, SKEW_US, Ent
 from kvtier.backends.object.namespaces import Descriptions
 from kvtier.backends.object.object_names import ObjectKey, block_name, parse_block
 from kvtier.backends.object.stores.store import ObjectInfo, Store, check_namespaces
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 
 _ASKED_MAX = 512
 """The store is asked about so many missing objects of a namespace, one by one; of more, about one

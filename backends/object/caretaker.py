@@ -43,8 +43,8 @@ from kvtier.backends.object.object_names import ObjectKey, ServerName, block_nam
 from kvtier.backends.object.stores.errors import Misconfigured, StoreError, StoreFull
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.use_counts import new_uses, retained_blocks
-from kvtier.core.slab.layout import keys_of
 from kvtier.settings import ByteSize
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.manifests import Rows
 from kvtier.backends.object.object_names import GENERATION_MAX, ObjectKey
 from kvtier.backends.object.queues import Update
-from kvtier.core.slab.tier import SlabTier
 from kvtier.eviction import EvictionPolicy
+from kvtier.slab.catalogue import SlabTier
 from kvtier.types import BlockKey, EventKind
 
 _ROWS_AT_ONCE = 512

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.backends.object.stores.store import OBJECT_BYTES_MAX
-from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.record.record import Buffer
+from kvtier.slab.layout import keys_of
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTMAN\r\n"

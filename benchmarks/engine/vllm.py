@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -193,7 +194,7 @@ def after_restart(bench: Bench, prompt: list[int], cold: float) -> None:
     for name, lost in (("kill -9", False), ("reboot", True)):
         if lost:
             for path in bench.region.iterdir():
-                path.unlink()
+                shutil.rmtree(path)
         with bench.engine(kept=True) as engine:
             engine.first_token(prompt=bench.prompt(600))
             seconds = _warm(engine, prompt)

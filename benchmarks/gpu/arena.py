@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.cuda.device import Cuda, CudaRegistrar
@@ -21,6 +20,7 @@ from kvtier.device.pinned import PinnedMemory, PinPlan
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, block_key
 
 LAYERS = 32

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.slab.pieces import PIECE_BYTES
 from kvtier.device.cuda.device import CudaRegistrar
 from kvtier.device.pacing import EngineSteps
 from kvtier.device.pinned import PinnedMemory, PinPlan
+from kvtier.slab.layout import PIECE_BYTES
 from kvtier.system import memory as taking
 from kvtier.system.memory import GIB, address_of, populate
 

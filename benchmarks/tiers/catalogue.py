@@ -23,14 +23,13 @@ import numpy as np
 from benchmarks.measure import memory
 from benchmarks.report import Report
 from kvtier.backends.nvme import NvmeTier
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.folder.slab_creation import create_slab
 from kvtier.chain.store import LOOKED_AT
-from kvtier.core.slab import layout
 from kvtier.interfaces.backend import TierContext, backend
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
+from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.room import create_slab
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Namespace, Presence, block_key
 
@@ -49,7 +48,7 @@ def write_and_die(folder: Path, count: int) -> None:
     Payloads are left out: opening reads tables only, and they are written in full.
     """
     slot = record_bytes(4096)
-    space = NvmeFolder(folder, NAMESPACE, Disk())
+    space = SlabFolder(folder, NAMESPACE, Disk())
     owner, _ = space.claim()
     limits = Limits(
         capacity=2 * count * (slot + 64), free_floor=0, slot_bytes=slot, slab_bytes=1 << 30

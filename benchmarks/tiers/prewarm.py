@@ -83,7 +83,7 @@ class World:
         """Remove what a round has left."""
         shutil.rmtree(stack.parent / "slabs", ignore_errors=True)
         for region in self.host.iterdir():
-            region.unlink()
+            shutil.rmtree(region)
 
     def fill_source(self, stack: Path) -> None:
         """Put all blocks into the store, as an engine would."""

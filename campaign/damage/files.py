@@ -79,7 +79,7 @@ def gone(dice: random.Random, specimen: Specimen, files: Files, path: str) -> No
 def entries_moved(dice: random.Random, specimen: Specimen, files: Files, path: str) -> None:
     """Two entries of 64 bytes of a table or list change places, or one is there twice."""
     data = bytearray(files[path])
-    start = 4096 if path.endswith((".table", ".region")) else 56
+    start = 4096 if path.endswith(".table") else 56
     count = min((len(data) - start) // 64, 24)
     if count < 2:
         return
@@ -94,7 +94,7 @@ def entries_moved(dice: random.Random, specimen: Specimen, files: Files, path: s
 def lie_in_table(dice: random.Random, specimen: Specimen, files: Files, path: str) -> None:
     """A field of a table's header is another, and the header's checksum is right again."""
     data = bytearray(files[path])
-    if not path.endswith((".table", ".region")) or len(data) < 4096:
+    if not path.endswith(".table") or len(data) < 4096:
         return
     at, form = dice.choice(((10, "<H"), (12, "<I"), (16, "<Q"), (24, "<Q"), (32, "<I")))
     value = dice.choice((0, 1, 5, 13, 4096, 12288, 16384, 1 << 24, (1 << 32) + 4096, 1 << 60))

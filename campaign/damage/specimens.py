@@ -16,9 +16,9 @@ from support.tiers import subjects
 from kvtier import Stack
 from kvtier.backends.cpu import CpuSettings
 from kvtier.config import MoverMode, MoverSettings, StackConfig
-from kvtier.core.slab import layout
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
 from kvtier.testing.subject import Rig, Subject, make_keys, payload
 from kvtier.types import BlockKey, Namespace
 
@@ -95,7 +95,7 @@ class Specimen:
     def _places(self, files: Files) -> Iterator[Place]:
         """Where the records lie, by tables and by names."""
         for path, data in sorted(files.items()):
-            if path.endswith((".table", ".region")):
+            if path.endswith(".table"):
                 header = layout.SlabHeader.unpack(data)
                 holder = path.replace(".table", ".slab")
                 entries = layout.read_entries(data, header.slots)

@@ -14,8 +14,8 @@ import xxhash
 
 from campaign.damage.specimens import BLOCKS, NAMESPACE
 from campaign.fuzz.harness import Target
-from kvtier.backends.nvme.wear.drive_counters import parse as parse_counters
-from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack
+from kvtier.backends.nvme.drives import parse as parse_counters
+from kvtier.backends.nvme.wear import Entry, WriteLedger, pack
 from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object import object_names
 from kvtier.backends.object.object_names import manifest_prefix, parse_server, uses_prefix
@@ -23,13 +23,13 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.use_counts import used_blocks
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
-from kvtier.core.slab import layout
 from kvtier.cost import rates
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
 from kvtier.errors import FormatError
 from kvtier.record.codec import Codec, decode, encode
 from kvtier.record.record import Header, record_bytes, verify
+from kvtier.slab import layout
 from kvtier.testing.subject import blank, make_keys, prove, sealed
 from kvtier.types import Namespace
 

@@ -4,6 +4,7 @@ commands."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from contextlib import suppress
 from itertools import count
@@ -224,7 +225,7 @@ def _judge(round: Round, keys: list[BlockKey]) -> None:
     """The store has all blocks; the folder has right ones."""
     for tiers, whole in ((("nvme",), False), (("object",), True)):
         for host in round.folder.glob("host*/*"):
-            host.unlink()
+            shutil.rmtree(host)
         config = described(round.folder, blocks=4 * _COMMANDS_BLOCKS)
         config["tiers"] = [each for each in config["tiers"] if each["kind"] in ("cpu", *tiers)]
         with Stack.open(config, NAMESPACE) as stack:

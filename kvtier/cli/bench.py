@@ -24,11 +24,11 @@ from kvtier.cli import console, options
 from kvtier.cli.inspect import inspector_of
 from kvtier.cli.signals import uninterrupted
 from kvtier.config import StackConfig, load
-from kvtier.core.slab.layout import ENTRY_BYTES
 from kvtier.errors import KVTierError, MediumError, Unsupported
 from kvtier.inspect.filling import SETTLE_S
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.settings import WritePolicy
+from kvtier.slab.layout import ENTRY_BYTES
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, block_key
 

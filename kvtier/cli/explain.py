@@ -129,7 +129,7 @@ def _held(
         for block in each.blocks(namespace, begins):
             if block.key in wanted and not block.quarantined:
                 tiers = held.setdefault(block.key, [])
-                name = f"{each.tier} {each.kind}"
+                name = f"{each.tier} {each.kind}" + f" of {block.engine}" * bool(block.engine)
                 if name not in tiers:
                     tiers.append(name)
     return held

@@ -235,6 +235,7 @@ def _row_of_block(block: Block) -> dict[str, Any]:
         "hits": block.hits,
         "used": block.used,
         "quarantined": block.quarantined,
+        "engine": block.engine,
         "where": block.where,
     }
 
@@ -315,7 +316,7 @@ def _print_copy(row: Mapping[str, Any]) -> None:
             "group": row["group"],
             "namespace": row["namespace"],
             "tier": f"{row['tier']} {row['kind']}",
-            "where": row["where"],
+            "where": row["where"] + f", of engine {row['engine']}" * bool(row["engine"]),
             "size": amounts.size(row["bytes"]),
             "age": age(row["stored_at"]),
             "hits": count(row["hits"]),

@@ -26,7 +26,6 @@ from kvtier import amounts
 from kvtier.cli.console import Progress, warn
 from kvtier.cli.inspect import Inspectors
 from kvtier.cli.signals import uninterrupted
-from kvtier.core.slab.layout import keys_of
 from kvtier.errors import MediumError
 from kvtier.inspect import CopyAudit, Filling, Source
 from kvtier.inspect.filling import ROW, Rows
@@ -35,6 +34,7 @@ from kvtier.interfaces.mover import Mover, Transfer, TransferKind, TransferResul
 from kvtier.interfaces.tier import Tier
 from kvtier.move.threads import ThreadMover
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab.layout import keys_of
 from kvtier.types import (
     GROUP_BYTES,
     KEY_BYTES_MAX,

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.slab import layout as table
 from kvtier.device.layout import DeviceLayout, Ints
 from kvtier.record.record import (
     HEADER_BYTES,
@@ -23,6 +22,7 @@ from kvtier.record.record import (
     put_sum,
     sum_at,
 )
+from kvtier.slab import layout as table
 from kvtier.types import KEY_BYTES_MAX, BlockKey, Outcome
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,7 +31,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 class Host(Protocol):
-    """Host memory in numbered slots, each with an entry in a table: a CPU region is one."""
+    """Host memory in numbered slots, each with an entry in a table."""
 
     data: Buffer
     """All slots, in place, one behind the other."""

@@ -111,6 +111,8 @@ class Block(msgspec.Struct, kw_only=True):
     hits: int | None = None
     used: float | None = None
     quarantined: bool = False
+    engine: str = ""
+    """The running engine in whose memory it is, where that can be told."""
     at: LoadStoreSpec | None = None
 
     @property
@@ -223,8 +225,7 @@ class Contents(msgspec.Struct, kw_only=True):
 
 
 class Cleared(msgspec.Struct):
-    """What became of one tier's part of a namespace, or of one region of host memory; `kept` says
-    why it stays."""
+    """What became of one tier's part of a namespace; `kept` says why it stays."""
 
     tier: int
     kind: str

@@ -228,7 +228,9 @@ class Inspector(ABC, Generic[S]):
 
     def _open_handler(self, namespace: Namespace) -> Handler:
         settings = msgspec.structs.replace(self.settings, **TAKE_ALL)
-        return self.opener.open_handler(settings, TierContext(namespace, self.engine))
+        return self.opener.open_handler(
+            settings, TierContext(namespace, self.engine, stack=self.engine)
+        )
 
     def quarantine(self, blocks: Sequence[Block]) -> int:
         """Take bad blocks of one `home` out of use; how many. Raises MediumInUse if an engine has

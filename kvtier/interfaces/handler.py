@@ -7,7 +7,7 @@ never decides anything: the `Tier` does (`kvtier.interfaces.tier`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -75,7 +75,8 @@ class HostHandler(Handler):
 
 
 class HostRegion(Protocol):
-    """Host memory in numbered slots that several processes of one engine map."""
+    """Host memory in numbered slots that several processes of one engine map. Slots come and go
+    with the slabs that the engine owns, or finds at its neighbours."""
 
     path: Path
     data: Buffer
@@ -103,8 +104,17 @@ class HostRegion(Protocol):
     def pinning_order(self) -> Sequence[range]:
         """The slots in pieces, in the order in which a device pins them."""
 
-    def note_pinned(self, rank: int, slots: int) -> None:
-        """For a rank: so many slots, in that order, are pinned for its device."""
+    def note_pinned(self, rank: int, piece: range | None) -> None:
+        """For a rank: a piece is pinned for its device; None: it begins to pin."""
+
+    def watch(
+        self, mapped: Callable[[Sequence[range]], None], unmapped: Callable[[range], None]
+    ) -> None:
+        """Be told of pieces that are mapped from now on, and, before that, of slots that are
+        unmapped."""
+
+    def refresh(self) -> None:
+        """Map what its engine has made, or found, since the last call."""
 
     def close(self) -> None:
         """Unmap it."""

@@ -31,11 +31,13 @@ class TierContext(msgspec.Struct, frozen=True):
 
     namespace: Namespace
     engine: str = "default"
-    """Names this engine among those of one machine: private media (the CPU region) carry it."""
+    """Names this engine among those of one machine: what it alone writes carries it."""
     near: tuple[int, ...] = ()
     """The NUMA nodes that host memory should come from; empty where there is no choice."""
     serving: bool = False
     """Whether an engine is about to serve with it: what takes long is then done at once."""
+    stack: str = "default"
+    """Names the stack, whose engines share their host memory."""
 
 
 class Tier(ABC):

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvtier.core.slab.layout import runs
 from kvtier.interfaces.handler import Handler, HostHandler
 from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
 from kvtier.move.queues import (
@@ -21,6 +20,7 @@ from kvtier.move.queues import (
     TransferJob,
 )
 from kvtier.record.record import Buffer, record_bytes, verify, verify_header
+from kvtier.slab.layout import runs
 from kvtier.system.calls import close_all
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -14,6 +15,10 @@ from pathlib import Path
 from kvtier.record.record import Buffer, behind
 
 AnyPath = str | os.PathLike[str]
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_fallocate = ctypes.CDLL(None).fallocate64
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 _BUFFERS_MAX = 512
 """The system takes 1024 in one call."""
@@ -58,6 +63,13 @@ class Disk:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             os.ftruncate(fd, size)
+
+    def empty(self, fd: int) -> None:
+        """Give back the room of a file. It keeps its length where the system can: who has mapped it
+        would die of reading behind its end."""
+        size = os.fstat(fd).st_size
+        if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size):
+            os.ftruncate(fd, 0)
 
     def sync(self, fd: int) -> None:
         """Wait until the file's data would survive a loss of power."""

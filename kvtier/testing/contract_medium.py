@@ -525,7 +525,7 @@ class InspectionContract:
 
 def opened(rig: Rig) -> Inspector[Any]:
     """The inspector of a rig's tier, as that of the first tier of a stack that can be it."""
-    context = InspectorContext(tier=0 if rig.backend.host else 1, engine=rig.context.engine)
+    context = InspectorContext(tier=0 if rig.backend.host else 1, engine=rig.context.stack)
     return rig.backend.open_inspector(rig.settings, context)
 
 

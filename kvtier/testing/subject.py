@@ -161,8 +161,8 @@ class Rig:
         self.settings = subject.settings(folder, blocks, record_bytes(namespace.payload_bytes))
         self.capacity = self.settings.capacity.resolve(self.disk.total_bytes(folder))
         # Private media carry the engine's name: no two folders may share one.
-        name = engine or hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-        self.context = TierContext(namespace, name)
+        name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+        self.context = TierContext(namespace, engine or name, stack=name)
         self.open()
 
     def open(self) -> None:

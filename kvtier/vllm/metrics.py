@@ -31,6 +31,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Blocks that requests asked for and neither a tier nor those above it held",
         ("tier",),
     ),
+    "kvtier:neighbour_loaded_blocks": (
+        "Blocks read from what another engine of the machine has in a tier",
+        ("tier",),
+    ),
     "kvtier:stored_blocks": ("Blocks committed to a tier", ("tier",)),
     "kvtier:written_bytes": ("Bytes written to a tier, before compression", ("tier",)),
     "kvtier:evicted_blocks": ("Blocks evicted from a tier", ("tier",)),
@@ -226,6 +230,7 @@ class Meter:
             yield "kvtier:hit_blocks", label, found.hits[index]
             yield "kvtier:hit_bytes", label, found.hit_bytes[index]
             yield _MISSES, label, found.misses[index]
+            yield "kvtier:neighbour_loaded_blocks", label, tier.neighbour_loads
             yield "kvtier:stored_blocks", label, tier.stored
             yield "kvtier:evicted_blocks", label, tier.evicted
             yield "kvtier:retain_refused_blocks", label, tier.retain_refused

@@ -167,6 +167,8 @@ class RankWorker:
                 self._ended.append(EndedJob(job_id, worker_job.number, True, report, 0.0))
                 return
             self._numbers[job_id] = (worker_job.number, kind)
+            if self._region is not None:
+                self._region.refresh()
             copier.submit(
                 CopyJob(
                     id=job_id,
@@ -267,7 +269,7 @@ class RankWorker:
         try:
             path = self._find_region()
             if path is None:
-                logger.info("the CPU region is opened with the first request")
+                logger.info("CPU memory is opened with the first request")
                 return
             self._least_slots = least_slots
             self.steps.begin_anew()
@@ -276,7 +278,7 @@ class RankWorker:
             if not self._open(str(path), geometry).make_ready(READY_S):
                 logger.warning("the engine serves before its copies are as fast as they will be")
         except (KVTierError, OSError, RuntimeError, ValueError) as error:
-            logger.warning("the CPU region cannot be opened before there are requests: %s", error)
+            logger.warning("CPU memory cannot be opened before there are requests: %s", error)
 
     def _open(self, name: str, geometry: Geometry) -> DeviceCopier:
         if self._copier is not None and self._opened == (name, geometry):
@@ -328,6 +330,7 @@ class RankWorker:
                 region.pinning_order(),
                 self._least_slots,
                 partial(region.note_pinned, self._share.rank),
+                region.watch,
             )
             no_files = access.mode is Gds.OFF
             open_direct = None if no_files else lambda: access.open(layout, namespace)

@@ -17,7 +17,7 @@ import pytest
 from support.processes.cli_world import Done, Hold, command, every_kind, fill, stack_text
 
 from kvtier.cli import app
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.testing.subject import NAMESPACE, make_keys
 
 pytestmark = pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_folder_full_of_other_files(deed: str, stocked: Scene) -> None:
 
 @every
 def test_files_of_a_newer_version(deed: str, stocked: Scene) -> None:
-    files = [*stocked.blocks.rglob("*.table"), *(stocked.folder / "host").glob("*.region")]
+    files = [*stocked.blocks.rglob("*.table"), *(stocked.folder / "host").rglob("*.table")]
     for path in files:
         with path.open("r+b") as file:
             file.seek(8)

@@ -80,8 +80,8 @@ def test_and_to_copy_from_it_and_into_it(
     other.write_text(filled.read_text().replace("/blocks", "/others").replace("cli", "other"))
     assert app.run(["prewarm", "--from", str(filled), "-c", str(other)]) == 0
     shutil.rmtree(tmp_path / "disk" / "blocks")
-    for region in (tmp_path / "host").iterdir():
-        region.unlink()
+    for root in (tmp_path / "host").iterdir():
+        shutil.rmtree(root)
     assert app.run(["prewarm", "--from", str(other), "-c", str(filled), "--into", "listed"]) == 0
     assert "8" in capsys.readouterr().out
     assert served(filled) == 8
@@ -106,7 +106,7 @@ def test_what_it_cannot_do_is_said_and_ends_nothing(
     err = capsys.readouterr().err
     assert ("cannot be seen from outside" if second_tier == "blind" else cannot) in err
     assert "--tier" in err
-    assert ("clear" in words) is not any(filled.parent.rglob("*.region"))
+    assert ("clear" in words) is not any((filled.parent / "host").rglob("*.slab"))
     assert list(filled.parent.rglob("*.kv"))
 
 

@@ -16,8 +16,10 @@ from support.processes.cli_world import command
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.use_counts import Uses
 from kvtier.cli import app
-from kvtier.core.slab.layout import TABLE_AT
 from kvtier.record.record import record_bytes
+from kvtier.slab.files import folder_locked
+from kvtier.slab.folder_inspect import find_garbage
+from kvtier.slab.layout import TABLE_AT
 from kvtier.testing.subject import NAMESPACE
 from kvtier.types import BlockKey
 
@@ -31,11 +33,12 @@ def read_only_lock(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As where the disk has been mounted read-only meanwhile."""
 
     def locked(root: Path) -> contextlib.AbstractContextManager[None]:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root / "lock"))
+        if "disk" in root.parts:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root / "lock"))
+        return folder_locked(root)
 
-    for module in ("garbage", "offline_locks"):
-        # First: what is imported later would keep it for ever.
-        monkeypatch.setattr(f"kvtier.backends.nvme.inspection.{module}.folder_locked", locked)
+    # First: what is imported later would keep it for ever.
+    monkeypatch.setattr("kvtier.slab.folder_inspect.folder_locked", locked)
     return filled
 
 
@@ -57,9 +60,9 @@ def test_gc_goes_on_with_the_rest(read_only_lock: Path, capsys: pytest.CaptureFi
     assert app.run([*args, "--json"]) == 1
     out, err = capsys.readouterr()
     report = json.loads(out)
-    assert [(Path(row["where"]).suffix, row["removed"]) for row in report["found"]] == [
-        (".region", True),
-        ("", False),
+    assert [("host" in Path(row["where"]).parts, row["removed"]) for row in report["found"]] == [
+        (True, True),
+        (False, False),
     ]
     assert "Read-only file system" in report["troubles"][0]
     assert "Read-only file system" in err
@@ -68,10 +71,12 @@ def test_gc_goes_on_with_the_rest(read_only_lock: Path, capsys: pytest.CaptureFi
 def test_gc_says_what_it_removed_before_something_could_not_be_looked_at(
     filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unreadable(*_: object) -> Any:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), "blocks")
+    def unreadable(root: Path, *given: Any) -> Any:
+        if "disk" in root.parts:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "blocks")
+        return find_garbage(root, *given)
 
-    monkeypatch.setattr("kvtier.backends.nvme.inspection.inspector.find_garbage", unreadable)
+    monkeypatch.setattr("kvtier.slab.folder_inspect.find_garbage", unreadable)
     assert app.run(["gc", "--idle", "0s", "-c", str(filled)]) == 1
     out, err = capsys.readouterr()
     assert "1 was removed" in out
@@ -88,7 +93,8 @@ def test_a_table_that_its_disk_does_not_give_hides_no_other_tier(
     read = os.pread
 
     def read_all_but_entries(fd: int, size: int, at: int) -> bytes:
-        if size > TABLE_AT and Path(f"/proc/self/fd/{fd}").readlink().suffix == ".table":
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if size > TABLE_AT and path.suffix == ".table" and "disk" in path.parts:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(fd, size, at)
 

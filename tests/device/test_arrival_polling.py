@@ -10,7 +10,6 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
@@ -18,6 +17,7 @@ from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageR
 from kvtier.device.queue import GIL_KEPT_S, JobQueue
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
+from kvtier.slab import layout as table
 
 PAGE, ROWS, LOOKS = 512, 8, 60
 HANGS_S = 60

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 
-from kvtier.core.slab import layout as table
 from kvtier.device import cpu as cpu_copier
 from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier, host_arrays
@@ -19,6 +18,7 @@ from kvtier.device.queue import JobQueue
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES
+from kvtier.slab import layout as table
 from kvtier.types import Outcome
 
 PAGE = 4096

@@ -62,13 +62,17 @@ class Engine:
         self.returned += 1
         self.now += 0.3
 
+    def note(self, piece: range | None) -> None:
+        """How many slots are pinned in whole pieces by now."""
+        self.said.append(0 if piece is None else self.said[-1] + len(piece))
+
     def pinned(self, order: list[range] | None = None, least: int = 0) -> PinnedMemory:
         pieces = [range(at, at + PIECE) for at in range(0, SLOTS, PIECE)]
         return PinnedMemory(
             memoryview(self.memory),
             SLOT,
             self,
-            PinPlan(self.steps, order or pieces, least, self.said.append),
+            PinPlan(self.steps, order or pieces, least, self.note),
             clock=self.clock,
         )
 
@@ -177,9 +181,8 @@ def test_a_refusal_amid_the_rest_keeps_what_is_pinned(caplog: pytest.LogCaptureF
     memory.pin_first(Waiting(engine))
     assert not memory.pin_rest(Waiting(engine))
     assert engine.returned == 0
-    assert engine.said[-1] * SLOT + int(caplog.text.split(" of the CPU region")[0].split()[-1]) == (
-        SLOTS * SLOT
-    )
+    left = int(caplog.text.split(" of the CPU tier")[0].split()[-1])
+    assert left == (SLOTS - PIECE - 2) * SLOT, "a piece, and two slots of the next"
 
 
 def test_closing_leaves_what_takes_long_to_the_end_of_the_process() -> None:
@@ -192,3 +195,18 @@ def test_closing_leaves_what_takes_long_to_the_end_of_the_process() -> None:
     assert engine.returned == 4
     with pytest.raises(BufferError):
         engine.memory.close()
+
+
+def test_slabs_that_come_are_pinned_and_those_that_go_are_not_any_more() -> None:
+    engine = Engine(slot_s=1e-5)
+    memory = engine.pinned([range(4), range(4, 8)])
+    memory.pin_first(Waiting(engine))
+    assert memory.pin_rest(Waiting(engine))
+    memory.extend([range(8, 12), range(12, 16)])
+    assert memory._more is not None
+    memory._more.join()
+    assert engine.said[-1] == 16
+    memory.drop(range(4, 12))
+    assert engine.returned == len([at for _, at, _ in engine.slices if 4 <= at < 12])
+    memory.close()
+    assert engine.returned == len(engine.slices)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.slab import layout as table
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.queue import Busy
 from kvtier.device.records import RankRecords
 from kvtier.record.record import CODEC_RAW, Header, put_sum
+from kvtier.slab import layout as table
 from kvtier.types import Outcome, block_key
 
 PAGE = 512

@@ -13,7 +13,6 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice, FakeStage
 from support.processes.clocks import Clock
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, Stage
 from kvtier.device.cuda.copier import STORES_AT_ONCE, CudaCopier, StagedPath, StagePool
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
@@ -22,6 +21,7 @@ from kvtier.device.queue import CopyBatch, JobQueue
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES
+from kvtier.slab import layout as table
 from kvtier.types import FilePlace, Outcome
 
 PAGE, ROWS = 512, 8

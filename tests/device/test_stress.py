@@ -10,13 +10,13 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from support.device.fake_device import FakeDevice
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
+from kvtier.slab import layout as table
 
 PAGE, LAYERS, BLOCKS, SLOTS = 512, 2, 200, 24
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ class World:
     def close(self) -> None:
         for engine in self._engines:
             engine.kill()
-        for path in sorted(self.region.iterdir()):
-            path.unlink()
-        self.region.rmdir()
+        shutil.rmtree(self.region)
 
 
 def chunk_tokens(engine: Engine, expected: int | None) -> int:
@@ -60,6 +59,12 @@ def chunk_tokens(engine: Engine, expected: int | None) -> int:
 def prompt(seed: int, length: int) -> list[int]:
     """Random text, the same for the same seed."""
     return random.Random(seed).choices(range(256), k=length)
+
+
+def flip_memory(engine: Engine) -> None:
+    """Change bits in all that is in the CPU memory of an engine."""
+    for slab in Path(engine.facts()["region"]).parent.parent.glob("*.slab"):
+        flip(slab, 6144)
 
 
 def flip(path: Path, start: int) -> None:

@@ -31,7 +31,7 @@ def test_opening_fails_by_name_or_works(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_flipped_bits_in_the_region_are_a_miss(tmp_path: Path, seed: int) -> None:
+def test_flipped_bits_in_slabs_are_a_miss(tmp_path: Path, seed: int) -> None:
     """While it is in use and while it is not: header page, table, records."""
     dice = random.Random(seed)
     rig = Rig(CPU, tmp_path, blocks=BLOCKS)
@@ -49,12 +49,12 @@ def test_flipped_bits_in_the_region_are_a_miss(tmp_path: Path, seed: int) -> Non
 
 
 def flip_bits(folder: Path, dice: random.Random) -> None:
-    """In the region's file, two in the part before the records and two anywhere."""
-    (path,) = folder.glob("*.region")
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        for limit in (64, 8192, size, size):
-            at = dice.randrange(limit)
+    """In the slab's files: two in the table, of which one in its header, and two in records."""
+    (table,), (data,) = folder.rglob("*.table"), folder.rglob("*.slab")
+    sizes = (table.stat().st_size, data.stat().st_size)
+    for path, limit in zip((table, table, data, data), (64, *sizes, sizes[1]), strict=True):
+        at = dice.randrange(limit)
+        with path.open("r+b") as file:
             file.seek(at)
             byte = file.read(1)[0]
             file.seek(at)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.cuda.copier import CudaCopier
@@ -18,6 +17,7 @@ from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageR
 from kvtier.device.pinned import PinnedMemory
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import part_sum, pieces_of, sum_of
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 pytestmark = pytest.mark.gpu

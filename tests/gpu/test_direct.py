@@ -16,13 +16,13 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.host_reads import HostDriver
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.direct import DirectDriver, DirectLoader, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
+from kvtier.slab import layout as table
 from kvtier.types import FilePlace, Outcome
 
 pytestmark = pytest.mark.gpu

@@ -36,8 +36,8 @@ def test_a_medium_that_is_reached_without_a_disk_dies_too() -> None:
 
 
 def test_who_does_not_share_a_medium_is_not_blamed_for_it() -> None:
-    with pytest.raises(AssertionError, match=r"subjects:CPU says that it is not shared"):
-        crash("support.tiers.subjects:CPU", kills=4, seed=1, engines=3)
+    with pytest.raises(AssertionError, match=r"subjects:MEMORY says that it is not shared"):
+        crash("support.tiers.subjects:MEMORY", kills=4, seed=1, engines=3)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from support.device.fake_device import FakeDevice
 
 from kvtier import Stack
-from kvtier.backends.cpu.handler import CpuHandler
+from kvtier.backends.cpu import CpuHandler
 from kvtier.device.copier import CopyJob, DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier

@@ -25,8 +25,8 @@ from kvtier.backends.object.stores.store import (
     read_description,
 )
 from kvtier.backends.object.use_counts import count_uses, used_blocks
-from kvtier.core.slab.layout import keys_of
 from kvtier.inspect import Contents, Depth, Part, Reporter
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey, Namespace
 
 Counts = npt.NDArray[np.uint32]

@@ -1,7 +1,6 @@
 """A tier's list of retained blocks beside its medium: read at the start, written as it changes.
 
-A file system may take its time, so that no engine's thread writes: a tier's keeper does (`write`),
-or, where a tier has none, a thread for each write (`write_behind`).
+A file system may take its time, so that no engine's thread writes: a keeper does.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.errors import FormatError
-from kvtier.system.calls import abandonable
 from kvtier.system.disk import Disk
 
 logger = logging.getLogger(__name__)
@@ -44,7 +41,6 @@ class KeptList:
         self._clock = clock
         self._next = 0.0
         self._failed = False
-        self._writing: Future[None] | None = None
 
     def begin(self) -> None:
         """Retain what an earlier process has retained."""
@@ -56,25 +52,12 @@ class KeptList:
 
     @property
     def unwritten(self) -> bool:
-        """Whether there is something to write, or it is being written, and it can be written."""
-        return (self._retained.changed or self._busy) and not self._failed
-
-    @property
-    def _busy(self) -> bool:
-        return self._writing is not None and not self._writing.done()
+        """Whether there is something to write, and it can be written."""
+        return self._retained.changed and not self._failed
 
     @property
     def _due(self) -> bool:
         return self._retained.changed and self._clock() >= self._next
-
-    def write_behind(self) -> None:
-        """Have the list written if it has changed, not too often; never blocks."""
-        if self._busy or not self._due:
-            return
-        try:
-            self._writing = abandonable(self.write, "kvtier-retained")
-        except RuntimeError as error:  # there may be no more threads
-            self._fail(error)
 
     def write(self, *, at_once: bool = False) -> None:
         """Write the list if it has changed, not too often, or `at_once`; not for two threads at the
@@ -100,6 +83,4 @@ class KeptList:
 
     def close(self) -> None:
         """Write what has changed; may block."""
-        if self._writing is not None and self._writing.exception() is not None:
-            self._retained.changed = True  # whatever ended that thread is raised here
         self.write(at_once=True)

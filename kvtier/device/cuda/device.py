@@ -137,6 +137,9 @@ class CudaStream:
         return end_of(self._torch, self._stream)
 
 
+Watch = Callable[[Callable[[Sequence[range]], None], Callable[[range], None]], object]
+
+
 def open_copier(
     layout: DeviceLayout,
     host: Host,

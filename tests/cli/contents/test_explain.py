@@ -215,6 +215,20 @@ class TestExplain:
         assert [(each["first"], each["last"]) for each in answer["runs"]] == [(0, 3), (4, 5)]
         assert answer["runs"][1]["tiers"] == []
 
+    def test_in_whose_memory_it_is(self, stack_file: Path, prompt_file: Path) -> None:
+        first, second = (keys[0] for keys in chunk_keys(PROMPT, ENGINE)[:2])
+        with (
+            Stack.open(stack_file, ENGINE, engine="one") as one,
+            Stack.open(stack_file, ENGINE, engine="two") as two,
+        ):
+            for stack, key in ((one, first), (two, second)):
+                stack.store({key: payload(key, ENGINE)})
+                assert stack.settle()
+            report = run("explain", "--prompts", prompt_file, "-c", stack_file, code=1)
+            runs = report["answers"][0]["runs"][:2]
+            assert [each["tiers"][0] for each in runs] == ["0 cpu of one", "0 cpu of two"]
+            assert "of engine two" in command("ls", second.hex(), "-c", stack_file).said
+
     def test_another_namespace_and_the_fact_that_differs(
         self, stack_file: Path, prompt_file: Path
     ) -> None:

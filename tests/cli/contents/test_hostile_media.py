@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from kvtier.backends.nvme.folder.files import is_empty
 from kvtier.backends.object.object_names import block_name
 from kvtier.cli import inspect as work
 from kvtier.cli.inspect import bounded_map
 from kvtier.record.codec import Codec
 from kvtier.record.record import HEADER_BYTES, Header, part_sum, put_sum
+from kvtier.slab.files import is_empty
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
 

@@ -91,11 +91,11 @@ def test_a_running_engine_heeds_it(stack: Path, prompts: Path) -> None:
     with Stack.open(stack, ENGINE, serving=True) as opened:
         tier = opened.chain.tiers[1]
         run("pin", "--prompts", prompts, "-c", stack)
-        tier.take_in_if_idle()  # type: ignore[attr-defined]  # its keeper does that all the time
+        tier._between_rounds()  # type: ignore[attr-defined]  # its keeper does that all the time
         opened.chain.poll()
         assert list(tier.retained_for(PINNED)) == KEYS
         command("pin", "--remove", "-c", stack)
-        tier.take_in_if_idle()  # type: ignore[attr-defined]
+        tier._between_rounds()  # type: ignore[attr-defined]
         opened.chain.poll()
         assert tier.stats().retained == 0
 

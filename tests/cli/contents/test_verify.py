@@ -119,11 +119,9 @@ class TestVerify:
         assert run("verify", "-c", filled, "--sample", "1%")["counts"]["good"] == 1
         assert "write a number" in command("verify", "-c", filled, "--sample", "0%").err
 
-    @pytest.mark.parametrize(
-        "pattern", ["*.slab", pytest.param("*.region", marks=pytest.mark.slow)]
-    )
-    def test_repair_takes_it_out_of_use(self, filled: Path, tmp_path: Path, pattern: str) -> None:
-        slab = one(tmp_path, pattern)
+    @pytest.mark.parametrize("where", ["disk", pytest.param("host", marks=pytest.mark.slow)])
+    def test_repair_takes_it_out_of_use(self, filled: Path, tmp_path: Path, where: str) -> None:
+        slab = one(tmp_path / where, "*.slab")
         flip(slab, slab.read_bytes().index(b"KVTBLK") + HEADER_BYTES)
         assert len(run("verify", "-c", filled, code=1)["bad"]) == 1
         report = run("verify", "-c", filled, "--repair")
@@ -204,10 +202,10 @@ class TestVerify:
         assert not home.exists()
         assert command("ls", "-c", stack_file).code == 0
 
-    def test_a_damaged_region_is_removed(self, filled: Path, tmp_path: Path) -> None:
-        region = one(tmp_path, "*.region")
-        flip(region, 20)
+    def test_a_damaged_slab_of_memory_is_removed(self, filled: Path, tmp_path: Path) -> None:
+        table = one(tmp_path / "host", "*.table")
+        flip(table, 20)
         assert command("verify", "-c", filled).code == 1
         assert command("verify", "-c", filled, "--repair").code == 0
-        assert not region.exists()
+        assert not table.exists()
         assert served(filled) == 8

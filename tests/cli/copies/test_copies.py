@@ -18,16 +18,16 @@ from support.processes.cli_world import command, every_kind, run, served
 from support.processes.clocks import Clock
 
 from kvtier import Stack
-from kvtier.backends.nvme.handler import NvmeHandler
+from kvtier.backends.nvme import NvmeHandler
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.cli import sink as sinks
 from kvtier.cli.console import Progress
 from kvtier.cli.inspect import inspector_of
 from kvtier.cli.sink import Choice, ChoiceReader, Copied, RateLimit, Sink, open_sink
 from kvtier.config import load
-from kvtier.core.slab import layout
 from kvtier.inspect.filling import ROW
 from kvtier.record.record import HEADER_BYTES, Buffer
+from kvtier.slab import layout
 from kvtier.testing.subject import GROUPED, NAMESPACE, fill, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome
 
@@ -151,7 +151,7 @@ class TestPrewarm:
             done = command("prewarm", "-c", fresh, "--from", filled, "--into", "cpu")
         assert done.code == 1
         assert "stop its engine" in done.err
-        assert len(list((fresh.parent / "host").glob("*~2.region"))) <= 1
+        assert len(list((fresh.parent / "host").glob("*~2"))) <= 1
 
     @every_kind
     def test_the_newest_until_a_size(self, filled: Path, fresh: Path) -> None:

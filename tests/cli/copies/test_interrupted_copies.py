@@ -15,7 +15,7 @@ from support.processes.cli_world import KVTIER, STACK, Hold, command, run
 
 from kvtier.cli.inspect import look
 from kvtier.config import load
-from kvtier.core.slab.layout import RESERVED
+from kvtier.slab.layout import RESERVED
 from kvtier.testing.subject import NAMESPACE
 
 pytestmark = pytest.mark.slow
@@ -183,7 +183,7 @@ def test_who_waits_for_another_can_be_interrupted(stack: Path) -> None:
 
 # The command line, but that it takes a stopped command for stopped as soon as it sees it.
 AT_ONCE = (
-    "from kvtier.backends.nvme.inspection import offline_locks; offline_locks._STOPPED_S = 0.0; "
+    "from kvtier.slab import folder_inspect; folder_inspect._STOPPED_S = 0.0; "
     "from kvtier.cli import main; main.main()"
 )
 

@@ -3,11 +3,10 @@ has begun to use, what was never asked about."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ import pytest
 from support.processes.cli_world import command
 
 from kvtier import Stack
-from kvtier.backends.cpu import region_locks
-from kvtier.backends.cpu.inspection.offline_locks import remove_region
-from kvtier.backends.cpu.region import Region
-from kvtier.backends.nvme.folder.files import hold_owner
-from kvtier.backends.nvme.inspection.offline_locks import sparing
+from kvtier.backends.cpu import Region
 from kvtier.backends.object.inspection import proofs
 from kvtier.backends.object.inspection.store_access import left_behind, new_probe, remove_left
 from kvtier.backends.object.object_names import SERVERS, description_name, uses_prefix
@@ -28,13 +23,14 @@ from kvtier.backends.object.settings import open_for
 from kvtier.cli import clear as gc
 from kvtier.cli.inspect import look
 from kvtier.config import load
-from kvtier.core.slab import layout
-from kvtier.core.slab.slab_files import Slab
-from kvtier.errors import MediumInUse
 from kvtier.inspect import Proof, Reporter
 from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.record.record import Header
 from kvtier.settings import Duration, WritePolicy
+from kvtier.slab import layout
+from kvtier.slab.files import hold_owner
+from kvtier.slab.folder_inspect import sparing
+from kvtier.slab.inspect import Slab
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 
@@ -203,8 +199,8 @@ def test_slabs_made_ahead_go_unless_somebody_has_them_or_a_newer_version_made_th
     owners = empty[0].parent / "owners"
     fds = []
     for slab in nvme.slabs:
-        (owners / slab.engine).touch()
-        fds.append(hold_owner(owners, int(slab.engine, 16)))
+        (owners / slab.owner).touch()
+        fds.append(hold_owner(owners, int(slab.owner, 16)))
     with sparing(Path(nvme.contents.where), NAMESPACE):
         assert all(table.exists() for table in empty)
     for fd in fds:
@@ -314,53 +310,18 @@ def test_who_only_reads_has_no_say_in_how_much_others_keep_and_for_how_long(
     assert [each.partition(" or over")[0] for each in goes] == expected
 
 
-def test_host_memory_that_somebody_maps_or_owns_is_in_use(filled: Path) -> None:
+def test_host_memory_that_somebody_maps_is_in_use(filled: Path) -> None:
     """An engine's workers outlive its scheduler by a moment."""
+    with Stack.open(filled, NAMESPACE) as stack:
+        mapped = Region.attach(stack.host.region.path)  # type: ignore[attr-defined]
     (cpu,) = look(load(filled), 0)
-    path = cpu.slabs[0].table
-    mapped = Region.attach(path)
-    with pytest.raises(MediumInUse):
-        remove_region(path)
+    (part,) = cpu.contents.parts
+    assert part.in_use
+    assert ["in use" in each.kept for each in cpu.clear(part)] == [True]
     mapped.close()
-    assert path.exists()
-    with path.with_suffix(".owner").open("w") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        assert look(load(filled), 0)[0].slabs[0].in_use
-        with pytest.raises(MediumInUse):
-            remove_region(path)
-    assert path.exists()
-
-
-def test_host_memory_that_was_made_anew_while_it_was_asked_for_stays(
-    filled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its lock went with the old, and who has locked that has nothing."""
     (cpu,) = look(load(filled), 0)
-    path = cpu.slabs[0].table
-    owner, lock_within = path.with_suffix(".owner"), region_locks.lock_within
-    with ExitStack() as engine:
-
-        def late(fd: int, how: int, seconds: float) -> bool:
-            monkeypatch.undo()
-            owner.unlink()
-            fcntl.flock(engine.enter_context(owner.open("w")), fcntl.LOCK_EX)
-            return lock_within(fd, how, seconds)
-
-        monkeypatch.setattr(region_locks, "lock_within", late)
-        with pytest.raises(MediumInUse, match="stop its engine"):
-            remove_region(path)
-        assert path.exists()
-
-
-def test_what_keeps_host_memory_from_being_removed_is_said(filled: Path) -> None:
-    (cpu,) = look(load(filled), 0)
-    path = cpu.slabs[0].table
-    owner = path.with_suffix(".owner")
-    owner.unlink(missing_ok=True)
-    owner.mkdir()
-    with pytest.raises(IsADirectoryError):
-        remove_region(path)
-    assert path.exists()
+    assert [each.kept for each in cpu.clear(part)] == [""]
+    assert cpu.look().parts == []
 
 
 def test_garbage_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) -> None:
@@ -382,7 +343,9 @@ def test_garbage_that_goes_makes_room_for_slabs(filled: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_host_memory_of_another_model_is_not_replaced(filled: Path, tmp_path: Path) -> None:
-    with Stack(load(filled), OTHER, engine="of-another") as stack:
+    other = tmp_path / "another.yaml"
+    other.write_text(filled.read_text().replace("name: cli", "name: another"))
+    with Stack(load(other), OTHER) as stack:
         key = make_keys(1)[0]
         stack.store({key: payload(key, OTHER)})
         assert stack.settle()
@@ -390,8 +353,8 @@ def test_host_memory_of_another_model_is_not_replaced(filled: Path, tmp_path: Pa
     assert done.code == 1
     assert "kvtier clear" in done.err
     (place,) = look(load(filled), 0)
-    held = [slab for slab in place.slabs if slab.engine == "cli"]
-    assert [(slab.namespace, blocks_in(slab)) for slab in held] == [(NAMESPACE.id, BLOCKS)]
+    found = [(part.namespace, part.blocks) for part in place.contents.parts]
+    assert found == [(NAMESPACE.id, BLOCKS)]
     assert command("clear", "-c", filled, "--tier", "cpu", "--yes").code == 0
     assert command("prewarm", "-c", filled, "--into", "cpu", "--namespace", OTHER.id).code == 0
 

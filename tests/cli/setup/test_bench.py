@@ -77,7 +77,7 @@ def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: 
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # it may be ignored here
     )
     host = tmp_path / "host"
-    while not list(host.glob("*.region")):
+    while not list(host.rglob("*.slab")):
         assert process.poll() is None
     os.kill(process.pid, number)
     out, err = process.communicate(timeout=300)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support.processes.cli_world import command
 
-from kvtier.backends.cpu import huge_page_support
+from kvtier.backends.cpu import inspect as cpu_inspect
 from kvtier.backends.object.inspection import checks as check_store
 from kvtier.backends.object.stores import bucket_store
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
@@ -129,7 +129,7 @@ def test_memory_that_is_not_there_is_missed_before_an_engine_does(
     assert not any("does not fit" in what for what in levels(stack_file, 0))
     monkeypatch.setattr(room, "memory_left", lambda: 1 << 20)
     warned = [what for what, level in levels(stack_file, 0).items() if level is Level.WARN]
-    assert any("only 1 MiB of memory: the region does not fit" in what for what in warned)
+    assert any("only 1 MiB of memory: it does not fit" in what for what in warned)
 
 
 def test_huge_pages_that_are_not_given_are_said(
@@ -139,7 +139,7 @@ def test_huge_pages_that_are_not_given_are_said(
         stack_file.read_text().replace("kind: cpu,", "kind: cpu, huge_pages: true,")
     )
     for reason, level in ((None, Level.OK), ("remount it", Level.WARN)):
-        monkeypatch.setattr(huge_page_support, "why_none", lambda folder, reason=reason: reason)
+        monkeypatch.setattr(cpu_inspect, "no_huge_pages", lambda folder, reason=reason: reason)
         said = levels(stack_file, 0)
         assert [said[what] for what in said if "huge pages" in what] == [level]
 
@@ -154,17 +154,17 @@ def test_a_folder_that_is_another_elsewhere(
     assert finding.remedy == f"write path: {tmp_path}/disk/blocks"
 
 
-def test_a_region_of_another_capacity_is_no_room_for_the_one_that_is_wanted(
+def test_what_is_there_counts_as_room_for_what_is_wanted(
     filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes room for the new one, but an engine does not take it over."""
+    """An engine takes its slabs over, and makes more, or gives some up."""
     monkeypatch.setattr(Disk, "free_bytes", lambda disk, folder: 1 << 20)
     text = filled.read_text()
     for capacity, level in (("4MiB", Level.OK), ("4900KiB", Level.OK), ("6MiB", Level.WARN)):
         filled.write_text(text.replace("4MiB", capacity))
         said = levels(filled, 0)
         assert [said[what] for what in said if " wanted, " in what] == [level]
-    assert any("the region does not fit" in what for what in said)
+    assert any("it does not fit" in what for what in said)
 
 
 def test_host_memory_under_a_name_that_no_engine_has_any_more_is_named(
@@ -172,7 +172,7 @@ def test_host_memory_under_a_name_that_no_engine_has_any_more_is_named(
 ) -> None:
     """It is not old enough for `gc`, and the stack under its new name does not know it."""
     filled.write_text(filled.read_text().replace("name: cli", "name: renamed"))
-    old = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli.region"
+    old = tmp_path / "host" / f"kvtier-{os.getuid()}-kv-cli"
     assert run_gc(filled) == []
     monkeypatch.setattr(Disk, "free_bytes", lambda disk, folder: 1 << 20)
     (finding,) = [each for each in check_tier(load(filled), 0) if "does not fit" in each.what]

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.core.slab.pieces import pieces_of
 from kvtier.device.cuda import device as cuda
 from kvtier.device.cuda import runtime as cuda_runtime
 from kvtier.device.cuda import runtime as runtime_copies
 from kvtier.device.cuda.runtime import BatchCopy, few_at_once
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned import PinnedMemory, PinPlan
+from kvtier.slab.layout import pieces_of
 from kvtier.system.memory import Topology
 
 
@@ -110,7 +110,7 @@ def test_a_refused_piece_leaves_those_before_and_warns(
     pinned = pinned_by(registrar, memory.data, 4096, 4 * 4096)
     assert not pin(pinned)
     assert registrar.returned == [], "copies use them by now"
-    assert "8192 of the CPU region's 40960 bytes stay pageable" in caplog.text
+    assert "8192 of the CPU tier's 40960 bytes stay pageable" in caplog.text
     assert "out of memory" in caplog.text
     pinned.close()
     assert sorted(registrar.returned) == [address for address, _ in registrar.ranges]

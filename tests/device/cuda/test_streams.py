@@ -11,13 +11,13 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from support.device.fake_device import FakeDevice, FakeMemory, FakeStage
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.queue import JobQueue
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
 PAGE = 4096

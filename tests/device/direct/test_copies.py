@@ -16,7 +16,6 @@ from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, key
 from support.device.fake_cufile import FakeCufile
 from support.device.fake_device import FakeDevice
 
-from kvtier.core.slab import layout as table
 from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
@@ -26,6 +25,7 @@ from kvtier.device.records import RankRecords
 from kvtier.errors import MediumError
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, record_bytes, seal_part
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, FilePlace, Outcome
 
 LOAD = TransferKind.LOAD

@@ -21,7 +21,7 @@ from kvtier.backends.object.object_names import SERVERS, ServerName, description
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, Store
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, Rig, Subject, make_keys
 from kvtier.types import Namespace
 

@@ -20,7 +20,7 @@ from kvtier.backends.object.object_names import block_name, description_name, pa
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import GROUPED, NAMESPACE, Rig, make_keys
 from kvtier.types import BlockKey, Namespace, block_key
 

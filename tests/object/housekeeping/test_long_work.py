@@ -33,8 +33,8 @@ from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.core.slab.layout import keys_of
 from kvtier.eviction import create_policy
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Presence
 

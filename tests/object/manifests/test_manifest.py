@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object import manifests as merge_module
 from kvtier.backends.object.manifests import ADDED, REMOVED, Entries, merge
-from kvtier.core.slab.layout import keys_of
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, block_key
 

@@ -25,7 +25,7 @@ from kvtier.backends.object.manifests import ADDED
 from kvtier.backends.object.object_names import parse_block
 from kvtier.backends.object.settings import open_for
 from kvtier.backends.object.stores.store import Store
-from kvtier.core.slab.layout import keys_of
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, Rig, make_keys
 
 WRITERS = 3

@@ -31,8 +31,8 @@ from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.use_counts import Uses, used_blocks
-from kvtier.core.slab.layout import keys_of
 from kvtier.eviction import create_policy
+from kvtier.slab.layout import keys_of
 from kvtier.system.disk import AnyPath, Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence

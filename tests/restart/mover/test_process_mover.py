@@ -26,8 +26,7 @@ from support.movers.media import MediumSettings
 from support.processes.mover_processes import alive, await_restart, pid_of, until
 
 from kvtier import Stack
-from kvtier.backends.cpu.tier import CpuSpec, CpuTier
-from kvtier.core.slab import layout
+from kvtier.backends.cpu import CpuSpec, CpuTier
 from kvtier.errors import MoverError
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, TransferKind, TransferResult
@@ -35,6 +34,7 @@ from kvtier.move import process as process
 from kvtier.move import process as process_connection
 from kvtier.move.process import ProcessMover
 from kvtier.move.protocol import Hello, TierOpening, frame
+from kvtier.slab import layout
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Outcome
 
@@ -220,9 +220,9 @@ class TestProcessMover(MoverContract):
 PARENT = """
 import os, sys, time
 from kvtier import Stack
-from kvtier.backends.cpu.tier import CpuSpec, CpuTier
+from kvtier.backends.cpu import CpuSpec, CpuTier
 from kvtier.interfaces.backend import TierContext
-from kvtier.core.slab import layout
+from kvtier.slab import layout
 from kvtier.move.process import ProcessMover
 from support.movers.contract import HOST, NEAR, MoverRig
 from pathlib import Path

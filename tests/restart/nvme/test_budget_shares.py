@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.tiers.nvme_rig import Engine, LowDisk
+from support.tiers.nvme_rig import Engine, LowDisk, within
 
-from kvtier.backends.nvme.folder.files import hold_owner, length, owner_path, used_at, used_bytes
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.housekeeping import idle_namespaces as idle
-from kvtier.backends.nvme.housekeeping.budget_shares import Shares
-from kvtier.backends.nvme.housekeeping.updates import changes
-from kvtier.core.slab import layout
+from kvtier.slab import layout
+from kvtier.slab import room as room_module
+from kvtier.slab.files import hold_owner, length, owner_path, used_at, used_bytes
+from kvtier.slab.folder import SlabFolder
+from kvtier.slab.room import Shares, reclaim
+from kvtier.slab.watch import changes
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -78,7 +78,7 @@ def test_where_the_disk_is_full_before_the_capacity_is_reached_what_is_there_is_
     starving(rich)
     limits = msgspec.structs.replace(rich.keeper.limits, capacity=1 << 40)
     disk = LowDisk(free=limits.slab_bytes // 2)
-    shares, mine = Shares(NvmeFolder(rich.root, NAMESPACE, disk), limits), rich.keeper._mine()
+    shares, mine = Shares(SlabFolder(rich.root, NAMESPACE, disk), limits), rich.keeper._mine()
     assert shares.excess(rich.keeper.owner, mine) is not None
     assert shares.excess(rich.keeper.owner, mine[:2]) is None
     disk.free = 1 << 40
@@ -148,7 +148,7 @@ def test_while_others_have_those_whom_nobody_serves_make_room_nobody_else_gives_
 
     def locked_by_another_before() -> contextlib.AbstractContextManager[None]:
         monkeypatch.setattr(folder, "locked", locked)
-        assert folder.reclaim(limits, 0)
+        assert reclaim(folder, limits, 0)
         return locked()
 
     monkeypatch.setattr(folder, "locked", locked_by_another_before)
@@ -320,11 +320,12 @@ def test_a_folder_is_weighed_once_however_many_slabs_have_to_go(
         weighed.append(root)
         return used_bytes(root)
 
-    monkeypatch.setattr(idle, "used_bytes", weigh)
+    folder = SlabFolder(rich.root, OTHER, Disk())
+    monkeypatch.setattr(room_module, "used_bytes", weigh)
     slabs = sorted(rich.root.rglob("*.table"))
     size = sum(length(slabs[0].with_suffix(suffix)) for suffix in (".table", ".slab"))
     room = used_bytes(rich.root) - 2 * size
-    assert idle.reclaim(rich.root, rich.root / OTHER.id, room, size, 0.0, Disk())
+    assert reclaim(folder, within(room), size)
     assert len(list(rich.root.rglob("*.table"))) == len(slabs) - 3
     assert weighed == [rich.root]
 
@@ -344,10 +345,11 @@ def test_a_slow_disk_does_not_hold_a_folder_up(
             now += 1.5
             super().unlink(path)
 
-    monkeypatch.setattr(idle.time, "monotonic", lambda: now)
+    folder = SlabFolder(rich.root, OTHER, SlowDisk())
+    monkeypatch.setattr(room_module.time, "monotonic", lambda: now)
     slabs = len(list(rich.root.rglob("*.table")))
     assert slabs > 2
-    while idle.reclaim(rich.root, rich.root / OTHER.id, 1 << 30, 1 << 30, 0.0, SlowDisk()):
+    while reclaim(folder, within(1 << 30), 1 << 40):
         assert now <= 3.0
         slabs -= 1
         assert len(list(rich.root.rglob("*.table"))) == slabs

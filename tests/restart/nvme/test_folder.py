@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support.tiers.nvme_rig import Engine, LowDisk, child, expect
+from support.tiers.nvme_rig import Engine, LowDisk, child, expect, within
 
-from kvtier.backends.nvme.folder.files import is_empty, used_bytes
-from kvtier.backends.nvme.folder.retaining_slabs import retaining
-from kvtier.backends.nvme.housekeeping.idle_namespaces import reclaim
+from kvtier.slab.files import is_empty, used_bytes
+from kvtier.slab.folder import SlabFolder
+from kvtier.slab.room import reclaim, retaining
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
@@ -120,9 +120,8 @@ def test_what_idle_namespaces_hold_goes_after_their_empty_slabs(tmp_path: Path) 
     (empty,) = (table for table in made if is_empty(table))
     old.close()
     os.utime(empty, (time.time() + 60,) * 2)  # it was made last
-    mine = tmp_path / "kv" / OTHER.id
-    room = used_bytes(old.root) + 1
-    assert reclaim(old.root, mine, room, 2, 0.0, Disk())
+    folder = SlabFolder(old.root, OTHER, Disk())
+    assert reclaim(folder, within(used_bytes(old.root) + 1), 2)
     assert set(old.root.rglob("*.table")) == made - {empty}
 
 
@@ -133,17 +132,17 @@ def test_what_idle_namespaces_retain_goes_last(tmp_path: Path) -> None:
     for start in range(0, 16, 4):
         old.put(make_keys(4, start=start))
     old.tier.retain(make_keys(1), "agent", time.time() + 600)
-    old.tier.take_in_if_idle()  # which writes that down
+    old.tier._between_rounds()  # which writes that down
     old.close()
     full = {table for table in old.root.rglob("*.table") if not is_empty(table)}
     home = old.root / NAMESPACE.id
     (kept,) = retaining(home, full)
     os.utime(kept, (time.time() - 60,) * 2)
-    mine = tmp_path / "kv" / OTHER.id
+    folder = SlabFolder(old.root, OTHER, Disk())
     while len(left := full & set(old.root.rglob("*.table"))) > 1:
-        assert reclaim(old.root, mine, used_bytes(old.root), 1, 0.0, Disk())
+        assert reclaim(folder, within(used_bytes(old.root)), 1)
     assert left == {kept}
-    assert reclaim(old.root, mine, used_bytes(old.root), 1, 0.0, Disk())
+    assert reclaim(folder, within(used_bytes(old.root)), 1)
     assert not home.exists(), "to retain is a wish"
 
 

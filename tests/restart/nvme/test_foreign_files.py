@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.backends.nvme.folder.files import halves, hold_owner, homes
-from kvtier.core.slab import layout
 from kvtier.errors import MediumError
+from kvtier.slab import layout
+from kvtier.slab.files import halves, hold_owner, homes
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Namespace
 

@@ -8,8 +8,8 @@ import pytest
 from support.tiers import nvme_rig
 from support.tiers.nvme_rig import SMALL_FILES, Engine
 
-from kvtier.backends.nvme.folder.files import used_bytes
 from kvtier.record.record import record_bytes
+from kvtier.slab.files import used_bytes
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Namespace

@@ -22,14 +22,13 @@ from support.processes.cli_world import no_rights
 from support.processes.clocks import Clock
 from support.tiers.nvme_rig import Engine, open_files
 
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.folder.slab_creation import create_slab
-from kvtier.backends.nvme.folder.slab_file import NOBODY
-from kvtier.backends.nvme.housekeeping import keeper as keeper_module
-from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.core.slab import layout
 from kvtier.record.record import record_bytes
+from kvtier.slab import keeper as keeper_module
+from kvtier.slab import layout
+from kvtier.slab.files import NOBODY
+from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.room import create_slab
+from kvtier.slab.watch import SlabUpdate
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
@@ -64,7 +63,7 @@ class OneCreation(Disk):
 
 @pytest.mark.parametrize("lack", ["length", "files"])
 def test_a_slab_that_cannot_be_made_leaves_nothing(tmp_path: Path, lack: str) -> None:
-    folder = NvmeFolder(tmp_path / "kv", NAMESPACE, OneCreation(9 if lack == "length" else 1))
+    folder = SlabFolder(tmp_path / "kv", NAMESPACE, OneCreation(9 if lack == "length" else 1))
     owner, fd = folder.claim()
     there, before = set(folder.home.iterdir()), open_files()
     with files_of_at_most(SLOT if lack == "length" else 1 << 40):
@@ -75,7 +74,7 @@ def test_a_slab_that_cannot_be_made_leaves_nothing(tmp_path: Path, lack: str) ->
 
 
 def test_a_namespace_that_was_reclaimed_while_it_opened_is_made_again(tmp_path: Path) -> None:
-    folder = NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
+    folder = SlabFolder(tmp_path / "kv", NAMESPACE, Disk())
     shutil.rmtree(folder.home)
     owner, fd = folder.claim()
     assert folder.alive(owner)
@@ -107,7 +106,7 @@ def test_a_folder_is_listed_again_only_if_slabs_came_or_went(
 
 def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
     """Though the folder's time, which may be coarse, says that there was none."""
-    folder = NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
+    folder = SlabFolder(tmp_path / "kv", NAMESPACE, Disk())
     owner, fd = folder.claim()
     folder.slab_ids()
     changed = folder.home.stat().st_mtime_ns
@@ -121,12 +120,12 @@ def test_a_change_right_after_a_listing_is_seen(tmp_path: Path) -> None:
 CLOSED_FOR_A_WHILE = """
 import os, sys
 from pathlib import Path
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.folder.slab_creation import create_slab
+from kvtier.slab.folder import SlabFolder
+from kvtier.slab.folder import Limits
+from kvtier.slab.room import create_slab
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE
-folder = NvmeFolder(Path(sys.argv[1]), NAMESPACE, Disk())
+folder = SlabFolder(Path(sys.argv[1]), NAMESPACE, Disk())
 owner, _ = folder.claim()
 create_slab(folder, owner, 8, Limits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))
 os.utime(folder.home, (10**9, 10**9))
@@ -170,7 +169,7 @@ def test_the_work_on_a_large_folder_takes_a_small_share_of_a_core(
     clock = SimpleNamespace(
         monotonic=lambda: 1000.0, thread_time=lambda: next(seconds), time_ns=time.time_ns
     )
-    monkeypatch.setattr("kvtier.backends.nvme.housekeeping.keeper.time", clock)
+    monkeypatch.setattr("kvtier.slab.keeper.time", clock)
     for start in (100, 200):  # what a round takes is known to the next
         engine.keeper._full_until = 0.0
         engine.tier.prepare_store(make_keys(4, start=start))
@@ -354,8 +353,8 @@ def test_a_trouble_is_said_again_only_if_it_was_away_for_an_hour(
     engine = Engine(tmp_path / "kv", disk=disk)
     engine.put(make_keys(1))
     steady = SimpleNamespace(monotonic=clock, thread_time=time.thread_time, time_ns=time.time_ns)
-    for module in ("keeper", "problems"):
-        monkeypatch.setattr(f"kvtier.backends.nvme.housekeeping.{module}.time", steady)
+    for module in ("keeper", "watch"):
+        monkeypatch.setattr(f"kvtier.slab.{module}.time", steady)
     said = []
     for fails in [True] * 5 + [False] * 2 + [True]:
         disk.fails = fails
@@ -372,7 +371,7 @@ def test_a_disk_that_hangs_keeps_nobody_from_closing(
 
     class Hanging(Disk):
         def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-            if threading.current_thread().name == "kvtier-nvme-keeper":
+            if threading.current_thread().name == "kvtier-keeper":
                 hangs.set()
                 answers.wait(60.0)
             return super().open(path, create=create, direct=direct)

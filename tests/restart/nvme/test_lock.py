@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import open_files
 
-from kvtier.backends.nvme.folder import lock
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.lock import FolderBusy, folder_locked
 from kvtier.errors import MediumError
+from kvtier.slab import files as lock
+from kvtier.slab.files import FolderBusy, folder_locked
+from kvtier.slab.folder import SlabFolder
 from kvtier.system.disk import Disk, is_locked
 from kvtier.testing.subject import NAMESPACE
 
@@ -21,7 +21,7 @@ def test_a_lock_whose_file_was_removed_is_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "_WAIT_S", 0.0)
-    one, other = (NvmeFolder(tmp_path / "kv", NAMESPACE, Disk()) for _ in range(2))
+    one, other = (SlabFolder(tmp_path / "kv", NAMESPACE, Disk()) for _ in range(2))
     (tmp_path / "kv" / "lock").unlink()
     with one.locked(), pytest.raises(FolderBusy), other.locked():
         raise AssertionError("both have it")
@@ -78,5 +78,5 @@ def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "lock").symlink_to(tmp_path / "nologin")
     with pytest.raises(MediumError, match="symbolic links"):
-        NvmeFolder(tmp_path / "kv", NAMESPACE, Disk())
+        SlabFolder(tmp_path / "kv", NAMESPACE, Disk())
     assert not (tmp_path / "nologin").exists()

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.backends.nvme import open_slabs as open_slabs_module
-from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
+from kvtier.backends.nvme import medium as open_slabs_module
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab.layout import SLOT_BITS
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, sealed
 from kvtier.types import BlockKey, Namespace, Outcome

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine, open_files
 
-from kvtier.backends.nvme.folder.files import hold_owner, owner_path
-from kvtier.backends.nvme.folder.lock import FolderBusy
+from kvtier.slab.files import FolderBusy, hold_owner, owner_path
 from kvtier.testing.faults import Fault, FaultyDisk, never
 from kvtier.testing.subject import make_keys, sealed
 from kvtier.types import Outcome

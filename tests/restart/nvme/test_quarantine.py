@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.tiers.subjects import CPU, SLABS
 
-from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.backends.nvme.spec import NvmeSpec
+from kvtier.backends.cpu import CpuSpec
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.testing.subject import Rig, failures, make_keys
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 

@@ -14,13 +14,13 @@ import pytest
 from support.tiers.nvme_rig import Engine, child, expect, open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.housekeeping.read_only_keeper import ReadOnlyFolder, ReadOnlyKeeper
 from kvtier.errors import MediumError
 from kvtier.eviction import create_policy
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, WritePolicy
+from kvtier.slab.folder import Limits
+from kvtier.slab.keeper import ReadOnlyFolder, ReadOnlyKeeper
 from kvtier.system.disk import AnyPath, Disk
 from kvtier.testing.subject import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import SLAB_BLOCKS, Engine, open_files
 
-from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.folder.slab_creation import create_slab
-from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab import folder_tier as tier_module
+from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
+from kvtier.slab.room import create_slab
 from kvtier.system.disk import AnyPath, Disk, is_locked
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome
@@ -51,7 +50,7 @@ class Maker:
 
     def __init__(self, root: Path) -> None:
         self.disk = Scripted()
-        self.folder = NvmeFolder(root, NAMESPACE, self.disk)
+        self.folder = SlabFolder(root, NAMESPACE, self.disk)
         self.owner, self._fd = self.folder.claim()
 
     def make(self) -> int:

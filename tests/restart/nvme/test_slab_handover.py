@@ -13,14 +13,13 @@ import pytest
 from support.tiers.nvme_rig import Engine, child, expect
 
 from kvtier.backends import nvme
-from kvtier.backends.nvme import single_thread
-from kvtier.backends.nvme.folder.slab_file import SlabFile
-from kvtier.backends.nvme.housekeeping import slab_watch as slab_watch_module
-from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
-from kvtier.backends.nvme.spec import SLOT_BITS, NvmeSpec
-from kvtier.core.slab.layout import BAD, ENTRY_BYTES, TABLE_AT, SlabHeader, entry_at
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.errors import NotResident
 from kvtier.record.record import Buffer, record_bytes
+from kvtier.slab import watch as slab_watch_module
+from kvtier.slab.files import SlabFile
+from kvtier.slab.layout import BAD, ENTRY_BYTES, SLOT_BITS, TABLE_AT, SlabHeader, entry_at
+from kvtier.slab.watch import SlabUpdate
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
@@ -167,7 +166,7 @@ def test_what_lies_in_anothers_slab_never_goes_here_nor_is_its_slot_used(tmp_pat
 def test_what_nobody_listens_to_is_told_later_as_one_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_thread, "_IDLE_S", 0.0)
+    monkeypatch.setattr("kvtier.slab.folder_tier.FolderTier.idle_s", 0.0)
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
     first, keys = make_keys(3), make_keys(300, start=100)
     busy.put(first)

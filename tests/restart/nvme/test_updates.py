@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import Engine
 
-from kvtier.backends.nvme import single_thread
-from kvtier.backends.nvme import tier as tier_module
-from kvtier.backends.nvme.housekeeping.updates import SlabUpdate
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.eviction import create_policy
+from kvtier.slab import folder_tier as tier_module
+from kvtier.slab.watch import SlabUpdate
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey, Presence
 
@@ -31,7 +30,7 @@ def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
 def test_an_idle_engine_gives_slabs_away_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_thread, "_IDLE_S", 0.0)
+    monkeypatch.setattr(tier_module.FolderTier, "idle_s", 0.0)
     idle = Engine(tmp_path / "kv", blocks=16)
     idle.put(make_keys(16))
     poor = Engine(tmp_path / "kv", blocks=16)
@@ -44,10 +43,10 @@ def test_an_idle_engine_gives_slabs_away_too(
     assert poor.put(new) == new
 
 
-def test_what_a_class_between_overrides_is_run(tmp_path: Path) -> None:
+def test_what_a_class_overrides_is_run(tmp_path: Path) -> None:
     noted = []
 
-    class Between(single_thread.SerializedTier):
+    class Noting(NvmeTier):
         def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
             noted.append("touch")
             super().touch(keys, start)
@@ -55,9 +54,6 @@ def test_what_a_class_between_overrides_is_run(tmp_path: Path) -> None:
         def victims(self, count: int) -> list[BlockKey]:
             noted.append("victims")
             return super().victims(count)
-
-    class Noting(NvmeTier, Between):
-        """With one class more among its bases."""
 
     tier = Noting(Engine(tmp_path / "kv").keeper, create_policy("lru"))
     tier.touch(make_keys(1))
@@ -68,7 +64,7 @@ def test_what_a_class_between_overrides_is_run(tmp_path: Path) -> None:
 def test_a_tier_that_is_being_asked_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_thread, "_IDLE_S", 600.0)
+    monkeypatch.setattr("kvtier.slab.folder_tier.FolderTier.idle_s", 600.0)
     engine = Engine(tmp_path / "kv", blocks=4)
     engine.keeper.updates.append(
         SlabUpdate(next(iter(engine.tier._places.by_slab.values())).slab, gone=True)
@@ -76,9 +72,9 @@ def test_a_tier_that_is_being_asked_is_left_alone(
     for _ in range(2):
         engine.keeper.when_idle()
     assert engine.keeper.updates, "it was asked a moment ago"
-    engine.tier._idle_since -= 1000
+    engine.tier.turns._idle_since -= 1000
     keeper = threading.Thread(target=engine.keeper.when_idle)
-    with engine.tier.mutex:
+    with engine.tier.turns.mutex:
         keeper.start()
         keeper.join()
     assert engine.keeper.updates, "it is being asked"
@@ -99,7 +95,7 @@ def test_much_news_is_taken_in_a_little_at_each_call_but_at_once_if_nobody_asks(
     assert slabs >= 3
     heir.tier.tick()
     assert len(heir.keeper.updates) == slabs - 1
-    monkeypatch.setattr(single_thread, "_IDLE_S", 0.0)
+    monkeypatch.setattr(heir.tier.turns, "_idle_s", 0.0)
     for _ in range(2):
         heir.keeper.when_idle()
     assert not heir.keeper.updates
@@ -127,7 +123,7 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
         SlabUpdate(next(iter(tier._places.by_slab.values())).slab, gone=True)
     )
     engine.keeper.when_idle()
-    tier._idle_since -= 10
+    tier.turns._idle_since -= 10
     engine.keeper.when_idle()
     asking.join()
     assert found == [Presence.MISS] * 4
@@ -166,7 +162,7 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
     monkeypatch.setattr(tier_module, "_UPDATE_SLOTS", 1)
     engine = Engine(tmp_path / "kv", blocks=4)
     tier, news, door = engine.tier, engine.keeper.updates, Door()
-    tier.mutex = door  # type: ignore[assignment]
+    tier.turns.mutex = door  # type: ignore[assignment]
     going_on = threading.Thread(target=call, args=[tier])
     take_in = tier._take_in
 
@@ -180,7 +176,7 @@ def test_who_goes_on_while_the_keeper_takes_much_in_waits_for_a_little_of_it(
     slab = next(iter(tier._places.by_slab.values())).slab
     news.extend([SlabUpdate(slab, gone=True)] * 50)
     engine.keeper.when_idle()
-    tier._idle_since -= 10
+    tier.turns._idle_since -= 10
     engine.keeper.when_idle()
     going_on.join()
     assert len(news) > 40

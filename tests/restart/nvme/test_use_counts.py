@@ -12,19 +12,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiers.cpu_regions import CONTEXT
+from support.tiers.cpu_regions import settings as cpu_settings
 from support.tiers.nvme_rig import Engine
 
+from kvtier.backends.cpu import BACKEND as CPU
 from kvtier.backends.cpu import CpuTier
-from kvtier.backends.cpu.owned_region import OwnedRegion
-from kvtier.backends.cpu.region import plan_region
 from kvtier.backends.nvme import NvmeTier
-from kvtier.backends.nvme.folder.files import used_bytes
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.housekeeping.idle_namespaces import fair_share
-from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.slab import layout, prompt_order
 from kvtier.eviction import create_policy
 from kvtier.eviction.adaptive import Adaptive
+from kvtier.slab import catalogue as prompt_order
+from kvtier.slab import layout
+from kvtier.slab.files import used_bytes
+from kvtier.slab.folder import SlabFolder
+from kvtier.slab.keeper import Keeper
+from kvtier.slab.room import fair_share
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -138,7 +140,7 @@ class TestNvme:
         now = time.time()
         policy = create_policy("adaptive")
         assert isinstance(policy, Adaptive)
-        keeper = Keeper(NvmeFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
+        keeper = Keeper(SlabFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
         tier = NvmeTier(keeper, policy, lambda: now)
         assert tier.stats().blocks == 4
         for _ in range(2):
@@ -299,13 +301,14 @@ class TestIdleModels:
         assert [path.name for path in (engine.root / NAMESPACE.id).iterdir()] == ["notes.txt"]
 
 
-def region(folder: Path) -> OwnedRegion:
-    wanted = plan_region(1 << 20, 16384, NAMESPACE.digest, discard=False)
-    return OwnedRegion(folder / "kvtier-test.region", wanted, Disk())
-
-
 def cpu(folder: Path) -> CpuTier:
-    return CpuTier(region(folder), create_policy("lru"), discard=False)
+    return CPU.open_tier(cpu_settings(folder, blocks=60), CONTEXT)
+
+
+def cpu_counts(tier: CpuTier) -> dict[BlockKey, int]:
+    entries = tier.region.entries()[: tier._places.all_slots]
+    valid = entries[layout.committed(entries)]
+    return dict(zip(layout.keys_of(valid), valid["uses"].tolist(), strict=True))
 
 
 def put(tier: CpuTier, keys: list[BlockKey]) -> None:
@@ -320,23 +323,22 @@ class TestCpu:
         for _ in range(3):
             tier.touch(keys[:2])
         tier.tick()
-        slots = tier.region.header.slots
-        found = counts(bytes(tier.region.table), slots)
+        found = cpu_counts(tier)
         assert [found[key] for key in keys] == [3, 3, 0, 0]
         tier.close()
         again = cpu(tmp_path)
         again.touch(keys)
         again.tick()
-        found = counts(bytes(again.region.table), slots)
+        found = cpu_counts(again)
         assert [found[key] for key in keys] == [4, 4, 1, 1]
         again.forget(keys)
         put(again, keys[:1])
-        assert counts(bytes(again.region.table), slots) == {keys[0]: 0}
+        assert cpu_counts(again) == {keys[0]: 0}
         again.close()
 
     def test_what_was_used_last_stays_longest_after_a_restart(self, tmp_path: Path) -> None:
         tier = cpu(tmp_path)
-        keys = make_keys(tier.region.header.slots)
+        keys = make_keys(tier._places.all_slots)
         put(tier, keys)
         tier._clock = lambda: 4e9
         tier.touch(keys[:2])

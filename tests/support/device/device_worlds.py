@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvtier.core.slab import layout as table
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.record.record import HEADER_BYTES, Buffer, record_bytes
+from kvtier.slab import layout as table
 from kvtier.types import BlockKey, block_key
 
 NAMESPACE = bytes(range(16))

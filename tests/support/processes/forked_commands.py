@@ -30,8 +30,8 @@ _IMPORTED = (
     "kvtier.cli.app",
     "kvtier.cli.options",
     "kvtier.cli.inspect",
-    "kvtier.backends.cpu.inspection.inspector",
-    "kvtier.backends.nvme.inspection.inspector",
+    "kvtier.backends.cpu.inspect",
+    "kvtier.backends.nvme.inspect",
     "kvtier.backends.object.inspection.inspector",
 )
 _TYPERS_OWN = "typer._adapters"

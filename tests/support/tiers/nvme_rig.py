@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.backends.nvme import NvmeHandler, NvmeTier
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.housekeeping.keeper import Keeper
+from kvtier.backends.nvme.wear import leases_of
 from kvtier.eviction import create_policy
 from kvtier.record.record import record_bytes
+from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.keeper import Keeper
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, prove, sealed
 from kvtier.types import BlockKey, Namespace, Presence
@@ -39,6 +39,11 @@ class LowDisk(Disk):
 
     def free_bytes(self, path: Path) -> int:
         return self.free
+
+
+def within(capacity: int) -> Limits:
+    """So much for a folder, and no floor."""
+    return Limits(capacity=capacity, free_floor=0, slot_bytes=4096, slab_bytes=4096)
 
 
 class Engine:
@@ -74,11 +79,13 @@ class Engine:
             discard=discard,
             keep_s=keep_s,
             grows=grows,
-            write_rate=write_rate,
         )
         disk = disk or Disk()
-        self.keeper = Keeper(NvmeFolder(root, namespace, disk), limits)
-        self.tier = NvmeTier(self.keeper, create_policy("lru"))
+        folder = SlabFolder(root, namespace, disk)
+        leases = None if write_rate is None else leases_of(folder, write_rate, slot)
+        self.keeper = Keeper(folder, limits, leases)
+        allowance = None if leases is None else leases.allowance
+        self.tier = NvmeTier(self.keeper, create_policy("lru"), allowance=allowance)
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, disk=disk
         )

@@ -8,15 +8,14 @@ from kvtier.backends.cpu import BACKEND as CPU_BACKEND
 from kvtier.backends.cpu import CpuSettings
 from kvtier.backends.nvme import BACKEND as NVME_BACKEND
 from kvtier.backends.nvme import NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.folder import NvmeFolder
-from kvtier.backends.nvme.folder.limits import Limits
-from kvtier.backends.nvme.housekeeping.keeper import Keeper
-from kvtier.core.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.eviction import create_policy
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, TierSettings
+from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.keeper import Keeper
+from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.system.disk import Disk
 from kvtier.testing.memory import BACKEND as MEMORY_BACKEND
 from kvtier.testing.memory import MemorySettings
@@ -41,10 +40,14 @@ class MemorySubject(Subject):
 
 
 class CpuSubject(Subject):
-    """A region in a folder of the test's, so that nothing is left in /dev/shm."""
+    """Memory in a folder of the test's, so that nothing is left in /dev/shm."""
 
     backend = CPU_BACKEND
     persistent = True
+    shared = True
+    overhead_bytes = 1 << 18
+    """Its engines' marks."""
+    sheds = True
     off_disk = True
     quarantine_blocks = 1
 
@@ -99,7 +102,7 @@ class SlabsSubject(NvmeSubject):
         assert isinstance(settings, NvmeSettings)
         slot = record_bytes(context.namespace.payload_bytes)
         size = settings.capacity.resolve(0)
-        folder = NvmeFolder(Path(settings.path), context.namespace, disk)
+        folder = SlabFolder(Path(settings.path), context.namespace, disk)
         limits = Limits(capacity=size, free_floor=0, slot_bytes=slot, slab_bytes=SLAB_BLOCKS * slot)
         keeper = Keeper(folder, limits)
         tier = NvmeTier(keeper, create_policy(settings.eviction))

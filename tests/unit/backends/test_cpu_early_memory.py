@@ -1,4 +1,4 @@
-"""A region's memory, taken while an engine gets ready."""
+"""Memory for slabs, taken while an engine gets ready."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
 
-from kvtier.backends.cpu import BACKEND, early_memory, region_memory
+from kvtier.backends.cpu import BACKEND, CpuTier, memory
 from kvtier.record.record import Buffer
 from kvtier.system import memory as memory_limits
 from kvtier.testing.subject import make_keys
@@ -36,17 +36,23 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(view))
         return True
 
-    monkeypatch.setattr(region_memory, "populate", take)
+    monkeypatch.setattr(memory, "populate", take)
     return sizes
 
 
-def test_the_region_has_the_memory_that_was_taken_before(tmp_path: Path, taken: list[int]) -> None:
+def slab_size(cpu: CpuTier) -> int:
+    """Of the one that is in one piece."""
+    [place] = cpu._places.by_slab.values()
+    return place.slab.header.data_end
+
+
+def test_the_slab_has_the_memory_that_was_taken_before(tmp_path: Path, taken: list[int]) -> None:
     BACKEND.begin_memory(settings(tmp_path), ())
     BACKEND.begin_memory(settings(tmp_path), ())
     assert list(tmp_path.iterdir()) == [], "it has no name: nothing is left of it if nobody comes"
     with opened(tmp_path, type(CONTEXT)(CONTEXT.namespace, "test", (), True)) as cpu:
         assert len(taken) == 1, "not once more"
-        assert cpu.region.path.stat().st_size == cpu.region.header.data_end < taken[0]
+        assert slab_size(cpu) < taken[0]
         put(cpu, list(make_keys(3)))
         assert len(served(cpu, list(make_keys(3)))) == 3
     with opened(tmp_path) as cpu:
@@ -54,12 +60,12 @@ def test_the_region_has_the_memory_that_was_taken_before(tmp_path: Path, taken: 
     assert len(open_files(tmp_path)) == 0
 
 
-def test_a_region_that_is_kept_has_its_memory(tmp_path: Path, taken: list[int]) -> None:
+def test_a_slab_that_is_kept_has_its_memory(tmp_path: Path, taken: list[int]) -> None:
     with opened(tmp_path):
         pass
     BACKEND.begin_memory(settings(tmp_path), ())
     assert not taken
-    assert not early_memory._begun
+    assert not memory._begun
 
 
 def test_what_does_not_fit_is_not_taken(
@@ -69,7 +75,7 @@ def test_what_does_not_fit_is_not_taken(
     monkeypatch.setattr(memory_limits, "memory_left", lambda: 4096)
     BACKEND.begin_memory(settings(tmp_path), ())
     assert not taken
-    assert not early_memory._begun
+    assert not memory._begun
 
 
 def test_memory_that_is_too_small_or_for_nobody_is_given_back(
@@ -77,7 +83,7 @@ def test_memory_that_is_too_small_or_for_nobody_is_given_back(
 ) -> None:
     BACKEND.begin_memory(settings(tmp_path, blocks=2), ())
     with opened(tmp_path, blocks=8) as cpu:
-        assert cpu.region.path.stat().st_size == cpu.region.header.data_end > taken[0]
+        assert slab_size(cpu) > taken[0]
     BACKEND.begin_memory(settings(tmp_path / "..", blocks=2), ())
-    early_memory.drop(tmp_path / "..")
+    memory.drop_ahead(tmp_path / "..")
     assert len(open_files(tmp_path)) == 0

@@ -1,4 +1,4 @@
-"""The data side of a CPU region beside its owner, who may take slots away at any moment."""
+"""The data side of CPU memory beside its owner, who may take slots away at any moment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from support.tiers.subjects import CPU
 
-from kvtier.backends.cpu.handler import CpuHandler
-from kvtier.backends.cpu.region import Region
-from kvtier.backends.cpu.tier import CpuSpec
-from kvtier.core.slab import layout
-from kvtier.core.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
+from kvtier.backends.cpu import CpuHandler, CpuSpec, Region
 from kvtier.record.record import Buffer
+from kvtier.slab import layout
+from kvtier.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
 from kvtier.testing.subject import Rig, blank, failures, make_keys, prove, sealed
 from kvtier.types import LoadStoreSpec, Outcome
 

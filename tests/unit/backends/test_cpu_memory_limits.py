@@ -1,4 +1,4 @@
-"""A region for which there is no memory is refused: the kernel would kill its maker instead."""
+"""A tier for which there is no memory is refused: the kernel would kill its maker instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.cpu import BACKEND, CpuSettings, huge_page_support, region_memory
+from kvtier.backends.cpu import BACKEND, CpuSettings, memory
 from kvtier.errors import MediumError
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import Buffer
@@ -157,7 +157,7 @@ def test_why_there_are_no_huge_pages(
     mount(tmp_path, tmp_path, kind, options)
     if switch is not None:
         write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", switch)
-    found = huge_page_support.why_none(tmp_path, tmp_path)
+    found = memory.no_huge_pages(tmp_path, tmp_path)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -168,26 +168,26 @@ def test_huge_pages_are_asked_for_before_there_is_memory(
     there: list[int] = []
 
     def take(view: Buffer, *rest: Any) -> bool:
-        [making] = tmp_path.glob("*.making")
-        there.append(making.stat().st_blocks)
+        making = sorted(tmp_path.rglob("*.data.making"))
+        there.extend(each.stat().st_blocks for each in making)
         return populate(view, *rest)
 
-    monkeypatch.setattr(region_memory, "populate", take)
+    monkeypatch.setattr(memory, "populate", take)
     settings = CpuSettings(
         path=str(tmp_path), capacity=Capacity(size=ByteSize(MIB)), huge_pages=True
     )
-    for _ in range(2):  # the second time the region is taken over
+    for _ in range(2):  # the second time the slabs are taken over
         BACKEND.open_tier(settings, TierContext(NAMESPACE, "test")).close()
     assert there == [0]
 
 
-def test_a_region_that_does_not_fit_into_memory_is_refused(
+def test_what_does_not_fit_into_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = CpuSettings(path=str(tmp_path), capacity=Capacity(size=ByteSize(MIB)))
     monkeypatch.setattr(memory_limits, "in_memory", lambda folder: True)
     monkeypatch.setattr(memory_limits, "memory_left", lambda: MIB // 2)
-    with pytest.raises(MediumError, match="does not fit into memory, of which 524288 bytes"):
+    with pytest.raises(MediumError, match="do not fit into memory, of which 524288 bytes"):
         BACKEND.open_tier(settings, TierContext(NAMESPACE, "test"))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(

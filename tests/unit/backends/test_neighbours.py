@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.slab.layout import runs
-from kvtier.core.slab.neighbours import take_neighbours
+from kvtier.slab.catalogue import take_neighbours
+from kvtier.slab.layout import runs
 
 
 @pytest.mark.parametrize(

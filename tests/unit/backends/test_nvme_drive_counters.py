@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backends.nvme.wear.drive_counters import Drive, drives_of, parse, read_drives
+from kvtier.backends.nvme.drives import Drive, drives_of, parse, read_drives
 
 ANSWER = {"critical_warning": 0, "percent_used": 3, "data_units_written": 2_000_000}
 

@@ -14,12 +14,12 @@ import pytest
 from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.nvme import BACKEND, NvmeHandler, NvmeSettings, NvmeTier
-from kvtier.backends.nvme.folder.files import DATA_SUFFIX, TABLE_SUFFIX
-from kvtier.backends.nvme.spec import SLOT_MASK, NvmeSpec
-from kvtier.core.slab.layout import TABLE_AT, SlabHeader
+from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import Buffer
 from kvtier.settings import ByteSize, Capacity, Durability
+from kvtier.slab.files import DATA_SUFFIX, TABLE_SUFFIX
+from kvtier.slab.layout import SLOT_MASK, TABLE_AT, SlabHeader
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, Namespace, Outcome
@@ -151,7 +151,7 @@ def test_blocks_of_a_bad_run_are_tried_for_as_long_as_a_call_may_take(
     taken = tier.prepare_store(keys)
     assert set(handler.store(taken.spec, keys, [sealed(key) for key in keys])) == {Outcome.OK}
     clock = SimpleNamespace(monotonic=lambda: disk.now)
-    monkeypatch.setattr("kvtier.backends.nvme.handler.time", clock)
+    monkeypatch.setattr("kvtier.backends.nvme.medium.time", clock)
     outcomes = handler.load(taken.spec, keys, [blank() for _ in keys])
     assert outcomes == [Outcome.IO_ERROR] * 2 + [Outcome.TIMEOUT] * 6
     assert [call for call in disk.calls if "failed" in call] == ["failed 8"] + ["failed 1"] * 2

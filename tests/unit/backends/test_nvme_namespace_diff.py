@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backends.nvme.folder.namespace_diff import differs_in
+from kvtier.slab.folder import differs_in
 from kvtier.testing.subject import NAMESPACE
 from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 

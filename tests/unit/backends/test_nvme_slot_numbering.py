@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.backends.nvme.folder.slab_file import SlabFile
-from kvtier.backends.nvme.slot_numbering import Place, Places
-from kvtier.backends.nvme.spec import SLOT_BITS
-from kvtier.core.slab.layout import SlabHeader
+from kvtier.slab.files import SlabFile
+from kvtier.slab.layout import SLOT_BITS, SlabHeader
+from kvtier.slab.numbering import Place, Places
 from kvtier.testing.subject import NAMESPACE
 
 

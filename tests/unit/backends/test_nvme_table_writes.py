@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.tiers.nvme_rig import open_files
 
-from kvtier.backends.nvme.table_writes import write_entries
-from kvtier.core.slab import layout
+from kvtier.slab import layout
+from kvtier.slab.files import write_entries
 from kvtier.system.disk import Disk
 from kvtier.testing.faults import Fault, FaultyDisk, scripted
 

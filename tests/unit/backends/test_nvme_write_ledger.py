@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes.clocks import Clock
 
-from kvtier.backends.nvme.wear.leases import Leases
-from kvtier.backends.nvme.wear.write_ledger import Entry, WriteLedger, pack, read_entry, unpack
+from kvtier.backends.nvme.wear import Entry, Leases, WriteLedger, pack, read_entry, unpack
 from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.core.wear.dynamic_admission import SPREAD_S
 

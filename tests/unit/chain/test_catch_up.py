@@ -12,8 +12,8 @@ from support.tiers.chains import KEYS, REST, SLOT, ChainRig, Outliving, rule
 
 from kvtier.chain.plan import LinkPlan
 from kvtier.chain.store import LOOKED_AT, PAUSE_S, STEP_BLOCKS, WAIT_LIMIT_S, CatchUp, StoreLink
-from kvtier.core.slab.recovered import Survivors
 from kvtier.settings import Admission, WritePolicy
+from kvtier.slab.recovery import Survivors
 from kvtier.testing.memory import MemoryStore
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Outcome

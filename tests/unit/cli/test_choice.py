@@ -17,10 +17,10 @@ from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.cli.inspect import look
 from kvtier.cli.sink import Choice, ChoiceReader, Numbers, choose
 from kvtier.config import StackConfig, load
-from kvtier.core.slab import layout
-from kvtier.core.slab.slab_files import Slab, SlabSource
 from kvtier.inspect import InspectorContext
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import layout
+from kvtier.slab.inspect import Slab, SlabSource
 from kvtier.testing.subject import NAMESPACE, blank, make_keys, payload
 from kvtier.types import BlockKey, Outcome, group_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvtier.core.slab.layout import SLOT_BYTES_MAX, SLOTS_MAX, TABLE_AT, SlabHeader, ends_first
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.slab.layout import SLOT_BYTES_MAX, SLOTS_MAX, TABLE_AT, SlabHeader, ends_first
 
 HEADER = SlabHeader(slots=8, slot_bytes=12288, data_at=8192, slab_id=3, namespace=bytes(range(16)))
 

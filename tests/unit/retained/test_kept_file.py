@@ -6,7 +6,6 @@ import math
 import os
 import stat
 import struct
-import threading
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.cpu import BACKEND, CpuSettings
-from kvtier.backends.cpu.region_locks import list_path
 from kvtier.core.retained import kept_file
 from kvtier.core.retained.kept_list import KeptList
 from kvtier.core.retained.retained_blocks import BLOCKS_MAX, RetainedBlocks
@@ -139,40 +137,17 @@ def test_a_list_that_cannot_be_written_is_said_once_and_tried_again(
     assert [BlockKey(key) in again for key in KEYS[:3]] == [True, True, False]
 
 
-class Slow(Disk):
-    """A disk that takes its time, until a test lets it go on."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-        self.writes = 0
-
-    def open(self, path: os.PathLike[str] | str, **how: bool) -> int:
-        engines = threading.current_thread() is threading.main_thread()
-        assert self.go_on.is_set() or not engines, "the engine waits for the file"
-        self.writes += 1
-        assert self.go_on.wait(60)
-        return super().open(path, **how)
-
-
-def test_a_list_is_written_behind_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Slow()
-    monkeypatch.setattr("kvtier.backends.cpu.tier.Disk", lambda: disk)
+def test_a_list_of_host_memory_lies_beside_it(tmp_path: Path) -> None:
+    """Its keeper writes it: no step of an engine waits for that."""
     settings = CpuSettings(capacity=Capacity(size=ByteSize(1 << 20)), path=str(tmp_path))
     opened = BACKEND.open_tier(settings, TierContext(NAMESPACE, "retaining"))
     opened.retain_at_most(8)
-    opened.retain(KEYS[:2], "a", math.inf)
-    assert opened.unwritten
+    opened.retain(KEYS[:4], "a", math.inf)
     opened.tick()
-    opened.retain(KEYS[2:4], "a", math.inf)
-    opened.tick()
-    assert opened.unwritten
-    disk.go_on.set()
+    assert not opened.unwritten
     opened.close()
-    assert disk.writes == 2, "one at a time"
-    kept = kept_file.read(list_path(opened.region.path), NAMESPACE.digest)
-    assert kept == {"a": dict.fromkeys(KEYS[:4], math.inf)}
+    (path,) = tmp_path.rglob("retained-retaining.bin")
+    assert kept_file.read(path, NAMESPACE.digest) == {"a": dict.fromkeys(KEYS[:4], math.inf)}
 
 
 def test_a_list_that_is_damaged_is_said_and_left(

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backends.cpu.owned_region import OwnedRegion
-from kvtier.backends.cpu.region import plan_region
+from kvtier.backends.cpu.memory import NewMemory
 from kvtier.system import memory
-from kvtier.system.disk import Disk
 from kvtier.system.memory import Topology
 
 
@@ -165,12 +163,12 @@ def test_a_thread_stays_on_its_cores_and_others_do_not_mind() -> None:
     assert os.sched_getaffinity(0) == mine
 
 
-def test_a_region_near_gpus_is_a_region_like_any(
+def test_memory_near_gpus_is_memory_like_any(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    wanted = plan_region(1 << 20, 1 << 16, bytes(16), discard=True)
-    owned = OwnedRegion(tmp_path / "a.region", wanted, Disk(), near=[0])
-    owned.region.record(3)[:5] = b"bytes"
-    owned.close(remove=True)
+    with (tmp_path / "slab").open("w+b") as file:
+        NewMemory(tmp_path, [0], huge_pages=False, serving=False).shape(file.fileno(), 1 << 20)
+        file.seek(1 << 19)
+        file.write(b"bytes")
     assert caplog.text.count("NUMA node 0, beside the GPUs") == 1

@@ -234,9 +234,7 @@ from kvtier.device.cuda import device as cuda
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned import PinPlan
 from support.tiers.cpu_regions import CONTEXT, NAMESPACE, opened
-from kvtier.backends.cpu import Region, sharing
-from kvtier.core.slab.layout import read_entries
-from kvtier.core.slab.pieces import pinning_order
+from kvtier.backends.cpu import Region
 
 pages = np.zeros((16, 4096), np.uint8)
 tensor = DeviceTensor(pages.ctypes.data, 16, 4096, 4096)
@@ -244,9 +242,9 @@ layout = DeviceLayout((tensor,), ((PageRef(0, 4096),),), 2)
 with opened(Path(tempfile.mkdtemp())) as tier:
     region, pinned = Region.attach(tier.region.path), []
 
-    def note(slots):
-        sharing.note_pinned(region.table, 0, slots)
-        pinned.append(sharing.pinned(tier.region.table))
+    def note(piece):
+        region.note_pinned(0, piece)
+        pinned.append(tier.region.mark.pinned(0))
 
     copier = cuda.open_copier(
         layout,
@@ -254,23 +252,24 @@ with opened(Path(tempfile.mkdtemp())) as tier:
         NAMESPACE.digest,
         index=0,
         plan=PinPlan(
-            order=pinning_order(region.header, read_entries(region.table, region.header.slots)),
+            order=region.pinning_order(),
             least_slots=2,
             note=note,
+            watch=region.watch,
         ),
     )
     assert copier.make_ready(600)
     assert copier.staged
     assert copier.prepared.wait(600)
-    print(pinned, region.header.slots)
+    print(pinned)
     copier.close()
     region.close()
 """
 
 
-def test_a_copier_is_ready_when_its_region_is_pinned_and_its_buffers_have_been_used() -> None:
+def test_a_copier_is_ready_when_its_memory_is_pinned_and_its_buffers_have_been_used() -> None:
     pytest.importorskip("triton")
-    assert said_by(_READY)[-1] == "[0, 8] 8"
+    assert said_by(_READY)[-1] == "[0, 1]"
 
 
 _TRIAL = """

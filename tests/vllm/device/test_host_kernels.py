@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 
-from kvtier.core.slab import layout as table
 from kvtier.device import host_kernels
 from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import _STRIP_BYTES as STRIP_BYTES
@@ -21,6 +20,7 @@ from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageR
 from kvtier.device.records import RankRecords, RecordParts
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, PIECE_BYTES, TAIL_BYTES, Header, part_sum, seal
+from kvtier.slab import layout as table
 from kvtier.types import Outcome
 
 STRIPE, BLOCKS = 64, 8

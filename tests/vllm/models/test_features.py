@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines.engine import HOST, Engine, connector
-from engines.world import World, flip, prompt
+from engines.world import World, flip, flip_memory, prompt
 
 PROMPT = prompt(21, 1100)
 HIT = 1024
@@ -72,11 +72,13 @@ def test_of_ranks_that_hold_the_same_one_writes(world: World, model: Callable[..
 def test_two_engines_share_a_folder(
     world: World, model: Callable[..., Path], reference: dict[str, Any]
 ) -> None:
-    """What one has stored the other finds, while both serve."""
+    """What one has stored the other finds, while both serve, be it with memory of its own."""
     other_prompt = prompt(22, 1100)
+    apart = world.stack()
+    apart["tiers"][0]["name"] = "apart"
     with (
         world.engine(model("llama"), stack=world.stack()) as first,
-        world.engine(model("llama"), stack=world.stack()) as second,
+        world.engine(model("llama"), stack=apart) as second,
     ):
         assert first.generate(prompts=[PROMPT]) == [reference]
         first.settle()
@@ -139,7 +141,7 @@ def test_an_object_store_below(
     assert {("BlockStored", "CPU"), ("BlockRemoved", "CPU"), ("BlockStored", "STORAGE")} <= events
     shutil.rmtree(world.blocks)
     for region in world.region.iterdir():
-        region.unlink()
+        shutil.rmtree(region)
     with world.engine(model("llama"), stack=stack) as engine:
         assert engine.generate(prompts=[PROMPT]) == [{**reference, "cached": HIT}]
         assert engine.facts()["chain"]["hits"] == [0, 0, HIT // 256]
@@ -166,7 +168,7 @@ def test_without_an_engine_cache(
     with world.engine(model("llama"), transfer=transfer, enable_prefix_caching=False) as engine:
         check_cold_and_warm(engine, reference)
         engine.forget_engine_cache()
-        flip(Path(engine.facts()["region"]), 1 << 20)
+        flip_memory(engine)
         assert engine.generate(prompts=[PROMPT]) == [reference]
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace as Made
 from typing import Any
 
 import pytest
-from engines.world import World, flip, prompt
+from engines.world import World, flip_memory, prompt
 
 PROMPT = prompt(21, 1100)
 HIT = 1024
@@ -40,7 +40,7 @@ def test_ranks_of_a_pipeline_that_hold_different_layers(
         engine.clear(tier=0)
         assert engine.generate(prompts=[PROMPT]) == [{**expected, "cached": HIT}]
         engine.forget_engine_cache()
-        flip(Path(engine.facts()["region"]), 1 << 20)
+        flip_memory(engine)
         assert engine.generate(prompts=[PROMPT]) == [{**expected, "cached": 0}]
         facts = engine.facts()
         assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (1, 0, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engines.engine import Engine
-from engines.world import World, flip, prompt
+from engines.world import World, flip, flip_memory, prompt
 
 LENGTH = 1100
 CHUNK = 256
@@ -76,8 +76,7 @@ def nothing_is_left(served: Served) -> Iterator[None]:
 def test_bits_flipped_in_cpu_memory(served: Served) -> None:
     served.known(0)
     before = served.facts()
-    region = Path(before["region"])
-    flip(region, 1 << 20)
+    flip_memory(served.engine)
     served.ask(0)
     served.known(0)
     after = served.facts()

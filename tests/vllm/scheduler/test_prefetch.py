@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_an_engine_that_starts_has_the_hottest_blocks_at_hand(
         engine.settle()
         engine.kill()
     for left in world.region.iterdir():
-        left.unlink()
+        shutil.rmtree(left)
     stack = world.stack() | {"prefetch": {"warmup_share": 0.75}}
     with world.engine(model("llama"), stack=stack) as engine:
         counted = check_quiet(engine)

@@ -13,8 +13,8 @@ from typing import Any
 from engines.engine import Engine
 from engines.world import World, prompt
 
-from kvtier.core.slab.layout import ENTRY_BYTES
 from kvtier.record.record import record_bytes
+from kvtier.slab.layout import ENTRY_BYTES
 
 PROMPTS = [prompt(900 + seed, 1100) for seed in range(12)]
 HIT = 1024

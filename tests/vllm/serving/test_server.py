@@ -7,6 +7,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from urllib.error import HTTPError
 import pytest
 from engines.world import World, flip
 
+from kvtier.backends.cpu.medium import engine_of
+from kvtier.slab.files import held
 from kvtier.vllm.server_process import Server
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -187,57 +190,70 @@ def test_whatever_clients_send_does_no_harm(world: World, model: Callable[..., P
         assert server.metric("kvtier:internal_errors_total") == 0
 
 
-def test_two_data_parallel_ranks_share_a_folder(world: World, model: Callable[..., Path]) -> None:
-    """Each has memory of its own; what is on disk serves both."""
+def ask_rank(server: Server, model: str, rank: int, text: str, tokens: int = 12) -> str:
+    """What one data-parallel rank answers."""
+    body = {"model": model, "prompt": text, "max_tokens": tokens, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body | {"ignore_eos": True}).encode(),
+        {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
+    )
+    with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+# 0.33 takes a memory node for each rank, unless this is set to whatever.
+RANKS = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
+
+
+def test_two_data_parallel_ranks_share_their_memory(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """What one has computed the other one finds at its first request, without a disk."""
     serving = Serving(world, model("llama"))
+    stack = world.stack()
+    serving.stack.write_text(json.dumps(stack | {"tiers": stack["tiers"][:1]}))
     texts = [f"{number}: {TEXT}" for number in range(6)]
     chunks = len(texts) * (len(texts[0]) // 256)
-
-    def ask(server: Server) -> list[str]:
-        return [server.complete(serving.model, text, 12) for text in texts]
-
-    # 0.33 takes a memory node for each rank, unless this is set to whatever.
-    with serving.start("--data-parallel-size", "2", VLLM_CPU_SIM_MULTI_NUMA="0") as server:
-        answers = ask(server)
-        tells(server, "kvtier:stored_blocks_total", chunks, tier="nvme")
+    with serving.start("--data-parallel-size", "2", **RANKS) as server:
+        answers = [ask_rank(server, serving.model, 0, text) for text in texts]
         server.settle()
-        names = sorted(path.stem for path in world.region.glob("*.region"))
+        (root,) = world.region.iterdir()
+        names = sorted(engine_of(mark) for mark in root.glob("*/owners/*") if held(mark))
         assert len(names) == 2
         assert names[1] == f"{names[0]}-dp1", "not whichever is free when it starts"
-        server.forget_engine_cache()
-        assert ask(server) == answers
-        tells(server, "kvtier:hit_blocks_total", chunks)
-        assert server.metric("kvtier:stored_blocks_total", tier="nvme") == chunks
+        assert [ask_rank(server, serving.model, 1, text) for text in texts] == answers
+        tells(server, "kvtier:hit_blocks_total", chunks, tier="cpu")
+        tells(server, "kvtier:neighbour_loaded_blocks_total", chunks, tier="cpu")
+        assert server.metric("kvtier:failed_loads_total") == 0
+        assert server.metric("kvtier:internal_errors_total") == 0
 
 
 def test_each_data_parallel_rank_prefetches_for_its_own_queue(
     world: World, model: Callable[..., Path]
 ) -> None:
-    """What one rank has computed is only on the disk for the other one, where it waits."""
+    """What both have stored is only on the disk that they share, where it waits."""
     serving = Serving(world, model("llama"))
     ahead = {"warmup_share": 0, "memory": 0.75}
     serving.stack.write_text(json.dumps(world.stack() | {"prefetch": ahead}))
     texts = [f"{number}: {TEXT}" for number in range(6)]
     flags = ("--data-parallel-size", "2", "--max-num-seqs", "1")
+    chunks = len(texts) * (len(texts[0]) // 256)
 
     def ask(server: Server, rank: int, text: str, tokens: int) -> str:
-        body = {"model": serving.model, "prompt": text, "max_tokens": tokens, "temperature": 0}
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps(body | {"ignore_eos": True}).encode(),
-            {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
-        )
-        with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
+        return ask_rank(server, serving.model, rank, text, tokens)
 
+    with serving.start(*flags, **RANKS) as server:
+        answers = [ask(server, at % 2, text, 12) for at, text in enumerate(texts)]
+        tells(server, "kvtier:stored_blocks_total", chunks, tier="nvme")
+        server.settle()
+        server.kill()
+    for root in world.region.iterdir():
+        shutil.rmtree(root)
     with (
-        serving.start(*flags, VLLM_CPU_SIM_MULTI_NUMA="0") as server,
+        serving.start(*flags, **RANKS) as server,
         ThreadPoolExecutor(8) as threads,
     ):
-        answers = [ask(server, at % 2, text, 12) for at, text in enumerate(texts)]
-        tells(server, "kvtier:stored_blocks_total", 6 * (len(texts[0]) // 256), tier="nvme")
-        server.settle()
-        server.forget_engine_cache()
         busy = [threads.submit(ask, server, rank, f"Busy {rank}", 1500) for rank in range(2)]
         tells(server, "vllm:num_requests_running", 2)
         waiting = [
@@ -311,8 +327,8 @@ def test_among_several_connectors(world: World, model: Callable[..., Path]) -> N
         tells(server, "kvtier:hit_blocks_total", len(TEXT) // 256, tier="cpu")
         assert server.metric("kvtier:failed_loads_total") == 0
         server.forget_engine_cache()
-        (region,) = world.region.glob("*.region")
-        flip(region, 1 << 20)
+        slab = next(path for path in world.region.rglob("*.slab") if b"KVTB" in path.read_bytes())
+        flip(slab, slab.read_bytes().index(b"KVTB") + (1 << 13))
         assert serving.ask(server) == text
         tells(server, "kvtier:failed_loads_total", 1)
         assert server.metric("kvtier:internal_errors_total") == 0

@@ -1,0 +1,392 @@
+"""Media of slabs, as an inspector sees them: tables, and blocks as anybody may read them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.retained import kept_file
+from kvtier.errors import FormatError, KVTierError, NewerFormat, describe_error
+from kvtier.inspect.contents import Block, Cell, Contents, Hold, InspectorContext, Part, read_file
+from kvtier.inspect.filling import ROW, Rows, Source, TierOpener
+from kvtier.inspect.inspector import Inspector, Proof, Prover, Verdict, judge
+from kvtier.record.record import Buffer
+from kvtier.settings import TierSettings
+from kvtier.slab.layout import (
+    BAD,
+    ENTRY_BYTES,
+    ENTRY_DTYPE,
+    RESERVED,
+    TABLE_AT,
+    VALID,
+    SlabHeader,
+    committed,
+    entry_at,
+    keys_of,
+    read_entries,
+    runs,
+    same_block,
+)
+from kvtier.types import BlockKey, Namespace, Outcome
+
+
+class Slab(msgspec.Struct, kw_only=True):
+    """A table and its slots."""
+
+    table: Path
+    data: Path
+    header: SlabHeader
+    in_use: bool
+    owner: str
+    """The number of its owner's mark."""
+    engine: str = ""
+    """The name of the engine that has it, where marks tell."""
+
+    @property
+    def name(self) -> str:
+        """The engine that has it, where marks tell; else as its files are called."""
+        return self.engine or self.table.stem
+
+    @property
+    def namespace(self) -> str:
+        return self.header.namespace.hex()
+
+    @property
+    def size(self) -> int:
+        """What the slab takes of its medium."""
+        return self.header.table_bytes + self.header.slots * self.header.slot_bytes
+
+    def entries(self) -> npt.NDArray[np.void]:
+        """The table as it is now; shorter if its file was cut meanwhile, empty if removed."""
+        text = b""
+        with contextlib.suppress(FileNotFoundError):
+            text = read_file(self.table, self.header.table_bytes)
+        slots = max(0, min(self.header.slots, (len(text) - TABLE_AT) // ENTRY_BYTES))
+        return read_entries(text.ljust(TABLE_AT, b"\0"), slots)
+
+    def entry(self, slot: int) -> bytes:
+        """One entry as it is now; raises OSError if the table is gone."""
+        return read_file(self.table, ENTRY_BYTES, entry_at(slot)).ljust(ENTRY_BYTES, b"\0")
+
+    def holds(self, slot: int, key: BlockKey) -> bool:
+        """Whether a slot is committed to this key; raises OSError if the table is gone."""
+        return _is_of(self.entry(slot), key)
+
+    def cells(self, count: int) -> list[Cell]:
+        """How full each stretch of slots is, and whether one of it is quarantined."""
+        states = self.entries()["state"]
+        if not len(states):
+            return []
+        return [
+            Cell(
+                1.0 if (cell == RESERVED).all() else float((cell != 0).mean()),
+                bool((cell == BAD).any()),
+            )
+            for cell in np.array_split(states, min(count, len(states)))
+        ]
+
+
+def _is_of(entry: bytes, key: BlockKey) -> bool:
+    """Whether an entry says that this block is in its slot."""
+    (found,) = keys_of(np.frombuffer(entry, ENTRY_DTYPE))
+    return entry[0] == VALID and found == key
+
+
+class SlabBlock(Block):
+    """A block in a slot."""
+
+    slab: Slab
+    slot: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.slab.data}:{self.slot}"
+
+
+class SlabProver(Prover):
+    """Reads slots, and tells a record that is bad from one that is just being replaced."""
+
+    def prove(self, block: Block) -> Verdict:
+        assert isinstance(block, SlabBlock)
+        slab = block.slab
+        try:
+            before = slab.entry(block.slot)
+            if not _is_of(before, block.key):
+                return Verdict(Proof.GONE, "its slot has changed")
+            size = slab.header.slot_bytes
+            text = read_file(slab.data, size, slab.header.slot_at(block.slot))
+            after = slab.entry(block.slot)
+        except FileNotFoundError:
+            return Verdict(Proof.GONE, "its slab was removed")
+        except OSError as error:
+            return Verdict(Proof.UNREAD, str(error.strerror))
+        if not same_block(before, after):
+            return Verdict(Proof.GONE, "its slot was used again meanwhile")
+        if len(text) < size:
+            return Verdict(Proof.BAD, "the file is cut short")
+        return judge(memoryview(text), block)
+
+
+class SlabSource(Source):
+    """The blocks of one slab. `at` is a block's slot."""
+
+    def __init__(self, tier: int, kind: str, slab: Slab) -> None:
+        super().__init__(tier, kind)
+        self.slab = slab
+
+    def rows(self) -> Rows:
+        entries = self.slab.entries()
+        slots = committed(entries)
+        chosen = entries[slots]
+        rows = np.zeros(len(slots), ROW)
+        for name in ("key", "key_bytes", "stored_at", "uses", "used_at"):
+            rows[name] = chosen[name]
+        rows["at"] = slots
+        rows["bytes"] = self.slab.header.slot_bytes
+        return rows
+
+    def used_again(self, at: int, key: BlockKey) -> bool:
+        try:
+            return not self.slab.holds(at, key)
+        except OSError:
+            return True  # the whole slab is gone
+
+    def read(
+        self, at: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Neighbours by one call; opened each time, because slabs come and go."""
+        try:
+            return self._read(at, into, os.O_DIRECT)
+        except FileNotFoundError:
+            return [Outcome.GONE] * len(at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                return [Outcome.IO_ERROR] * len(at)
+        try:  # not every file system can go around its cache
+            return self._read(at, into, 0)
+        except OSError:
+            return [Outcome.IO_ERROR] * len(at)
+
+    def _read(self, slots: Sequence[int], into: Sequence[Buffer], flags: int) -> list[Outcome]:
+        size = self.slab.header.slot_bytes
+        if any(len(buffer) != size for buffer in into):
+            return [Outcome.CORRUPT] * len(slots)
+        fd = os.open(self.slab.data, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return [Outcome.CORRUPT] * len(slots)
+            outcomes = []
+            for start, stop in runs(slots):
+                at = self.slab.header.slot_at(slots[start])
+                count = os.preadv(fd, into[start:stop], at)
+                whole = min(stop - start, count // size)
+                outcomes += [Outcome.OK] * whole + [Outcome.CORRUPT] * (stop - start - whole)
+            return outcomes
+        finally:
+            os.close(fd)
+
+
+S = TypeVar("S", bound=TierSettings)
+
+_NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+"""What is there is no file of ours; all else says that a file cannot be read just now."""
+
+
+class SlabInspector(Inspector[S]):
+    """Looks at a medium that consists of slabs."""
+
+    def __init__(self, opener: TierOpener, settings: S, context: InspectorContext) -> None:
+        super().__init__(opener, settings, context)
+        self.slabs: list[Slab] = []
+        self.broken: list[Path] = []
+        """Tables of this version that are not as they must be."""
+
+    # -- what a kind says of its own
+
+    @abstractmethod
+    def read_slab(self, table: Path) -> SlabHeader:
+        """The header of a slab that is as it must be; raises FormatError or OSError."""
+
+    @abstractmethod
+    def held(self, slab: Slab) -> AbstractContextManager[None]:
+        """Keep everybody else from a slab that nobody uses; raises MediumInUse if somebody does."""
+
+    @abstractmethod
+    def remove_table(self, table: Path) -> None:
+        """Remove a slab if it is still broken; raises MediumInUse if somebody may use it."""
+
+    @abstractmethod
+    def lists(self, namespace: str) -> list[Path]:
+        """The files that say what is retained of a namespace."""
+
+    # -- what is there
+
+    def holds(self, namespace: str) -> dict[BlockKey, list[Hold]]:
+        found: dict[BlockKey, list[Hold]] = {}
+        now = time.time()
+        for path in self.lists(namespace):
+            try:
+                sessions = kept_file.read(path, bytes.fromhex(namespace))
+            except (FormatError, OSError) as error:
+                said = f"{path} does not say what is retained: {describe_error(error)}"
+                if said not in self.contents.troubles:
+                    self.contents.troubles.append(said)
+                continue
+            for session, blocks in sessions.items():
+                for key, until in blocks.items():
+                    if until > now:
+                        found.setdefault(key, []).append(Hold(session, until))
+        return found
+
+    def slot_maps(self) -> Sequence[Slab]:
+        return self.slabs
+
+    def count(self, found: Contents) -> None:
+        """Sum the slabs by namespace; one whose table its disk does not give is a trouble, and no
+        slab."""
+        parts: dict[str, Part] = {}
+        holds = {name: self.holds(name) for name in {slab.namespace for slab in self.slabs}}
+        slabs, self.slabs = self.slabs, []
+        for slab in slabs:
+            try:
+                entries = slab.entries()
+            except OSError as error:
+                found.troubles.append(describe_error(error))
+                continue
+            self.slabs.append(slab)
+            part = parts.setdefault(
+                slab.namespace, Part(tier=self.tier, kind=self.kind, namespace=slab.namespace)
+            )
+            valid = committed(entries)
+            part.blocks += len(valid)
+            part.bytes += len(valid) * slab.header.slot_bytes
+            if held := holds[slab.namespace]:
+                part.retained += sum(key in held for key in keys_of(entries[valid]))
+            part.quarantined += int((entries["state"] == BAD).sum())
+            part.in_use = part.in_use or slab.in_use
+            if len(valid):
+                times = entries["stored_at"][valid]
+                part.add_times(float(times.min()), float(times.max()))
+                part.add_uses(
+                    int(entries["uses"][valid].sum(dtype=np.uint64)),
+                    float(entries["used_at"][valid].max()),
+                )
+        found.parts = sorted(parts.values(), key=lambda part: -part.bytes)
+
+    def blocks(self, namespace: str = "", begins: Sequence[str] = ("",)) -> Iterator[SlabBlock]:
+        for slab in self.slabs:
+            if slab.namespace.startswith(namespace):
+                yield from self._blocks_of(slab)
+
+    def _blocks_of(self, slab: Slab) -> Iterator[SlabBlock]:
+        entries, namespace = slab.entries(), slab.namespace
+        states = entries["state"]
+        rows = [*committed(entries).tolist(), *(states == BAD).nonzero()[0].tolist()]
+        chosen = entries[rows]
+        columns = [chosen[name].tolist() for name in ("stored_at", "uses", "used_at")]
+        for slot, key, at, uses, used_at in zip(rows, keys_of(chosen), *columns, strict=True):
+            yield SlabBlock(
+                tier=self.tier,
+                kind=self.kind,
+                namespace=namespace,
+                key=key,
+                bytes=slab.header.slot_bytes,
+                stored_at=float(at),
+                hits=uses,
+                used=float(used_at) or None,
+                quarantined=bool(states[slot] == BAD),
+                engine=slab.engine,
+                slab=slab,
+                slot=slot,
+            )
+
+    def prover(self, namespaces: Mapping[str, Namespace]) -> Prover:
+        return SlabProver()
+
+    def sources(self, namespace: str) -> list[Source]:
+        return [
+            SlabSource(self.tier, self.kind, slab)
+            for slab in self.slabs
+            if slab.namespace == namespace
+        ]
+
+    def note(self, table: Path, error: FormatError | OSError) -> None:
+        """A slab that cannot be looked at, and why."""
+        self.contents.troubles.append(trouble(table, error))
+        if isinstance(error, FormatError) and not isinstance(error, NewerFormat):
+            self.broken.append(table)
+
+    # -- repair
+
+    def home_of(self, block: Block) -> str:
+        assert isinstance(block, SlabBlock)
+        return str(block.slab.table)
+
+    def quarantine(self, blocks: Sequence[Block]) -> int:
+        slots = [block for block in blocks if isinstance(block, SlabBlock)]
+        slab = slots[0].slab
+        with self.held(slab):
+            return _mark_bad(slab, slots)
+
+    def is_broken(self, table: Path) -> bool:
+        """Whether a table is not as it must be: asked once more before it is removed for that."""
+        try:
+            self.read_slab(table)
+        except (NewerFormat, OSError):
+            return False
+        except FormatError:
+            return True
+        return False
+
+    def remove_broken(self, namespace: str) -> list[str]:
+        left = []
+        for table in self.broken:
+            if not table.parent.name.startswith(namespace):
+                continue
+            self.forget_troubles(f"{table}: ")
+            try:
+                self.remove_table(table)
+            except FileNotFoundError:  # somebody else has just removed it
+                continue
+            except (KVTierError, OSError) as error:
+                left.append(describe_error(error))
+        return left
+
+
+def _mark_bad(slab: Slab, blocks: Sequence[SlabBlock]) -> int:
+    marked = 0
+    fd = os.open(slab.table, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for block in blocks:
+            if slab.holds(block.slot, block.key):
+                marked += os.pwrite(fd, bytes([BAD]), entry_at(block.slot))
+    finally:
+        os.close(fd)
+    return marked
+
+
+def trouble(path: Path, error: FormatError | OSError) -> str:
+    """Why something on a medium of slabs could not be looked at, and what to do."""
+    if isinstance(error, NewerFormat):
+        return f"{path}: {error}; it is left alone: update kvtier to read it"
+    if isinstance(error, FormatError):
+        return f"{path}: {error}; kvtier verify --repair removes it"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{path}: {error.strerror}; run this as its owner"
+    if isinstance(error, FileNotFoundError):
+        return f"{path} has no namespace.json; it is left alone: remove it if it is nobody's"
+    if error.errno in _NO_FILE:
+        return f"{path}: {error.strerror}; it is left alone: remove it if it is nobody's"
+    return describe_error(error)
