@@ -63,7 +63,7 @@ _SOON_S = 0.1
 _FEW = 4
 """So few objects are deleted one by one: whether the store knows bulk deletes does not matter."""
 _SINGLE_BATCH = 32
-"""Few enough to end soon: between batches the keeper renews its claim, or closes."""
+"""Few enough to end soon: between batches the caretaker confirms its lease."""
 
 
 class _Clients(NamedTuple):
