@@ -71,8 +71,9 @@ _DELETES_SHARE = 4
 """Deletes of one round take a fourth of the lease at most; the rest waits for the next."""
 _CRASHED_S = 3600.0
 """A temporary file that has not been touched for so long has no writer any more."""
-_GRACE_S = 60.0
-"""What was removed longer ago than this before a complete listing is forgotten after it."""
+_REMEMBERED_S = 60.0
+_REMEMBERED_LOOKS = 4
+"""Servers record, the caretaker relays, others read: each once a look."""
 
 ProtectedBlocks = Mapping[str, Set[BlockKey]]
 """By namespace, blocks that are not evicted."""
@@ -88,6 +89,12 @@ class Limits(msgspec.Struct, frozen=True):
     age_max_s: float | None = None
     lease_s: float = LEASE_S
     protected: ProtectedBlocks = {}
+
+    @property
+    def remembered_s(self) -> float:
+        """For so long at least manifests tell of a removal. Who has not read them for half of that
+        reads them all anew."""
+        return max(_REMEMBERED_S, _REMEMBERED_LOOKS * self.refresh_s)
 
 
 class Caretaker:
@@ -416,7 +423,9 @@ class Caretaker:
         self._delete_doomed()
         for namespace, journal in self._journals.items():
             if not self._doomed and not self._kept and journal.complete:
-                self._indexes[namespace].forget_removed(int((begun_s - _GRACE_S) * 1e6))
+                self._indexes[namespace].forget_removed(
+                    int((begun_s - self._limits.remembered_s) * 1e6)
+                )
             journal.drop_damaged()
             if journal.worth_joining():
                 self._join(namespace)

@@ -117,6 +117,8 @@ class Keeper:
         self._no_audit_before = 0.0
         """After one that failed."""
         self._next_resync = 0.0
+        self._heard_at = 0.0
+        """Before the manifests were read last."""
         self._soon = False
         self._reached = False
         """Whether the store has answered: if not, there is nothing to leave."""
@@ -313,12 +315,16 @@ class Keeper:
             return None
 
     def _read_news(self, *, relayed: bool) -> None:
+        now = self._steady()
+        if now - self._heard_at > self.limits.remembered_s / 2:  # we were asleep, or cut off
+            self.catalogued, self._next_resync = False, 0.0
         if self.caretaker is None:
-            self._publish(self._journal.read_new(relayed=relayed))
-            return
-        news = list(self.caretaker.news)
-        self.caretaker.news.clear()
-        self._publish(merge(news))
+            news = self._journal.read_new(relayed=relayed)
+        else:
+            news = merge(list(self.caretaker.news))
+            self.caretaker.news.clear()
+        self._heard_at = now
+        self._publish(news)
 
     def _begin_term(self) -> None:
         caretaker = Caretaker(
@@ -362,11 +368,13 @@ class Keeper:
 
     def _resync(self, read: Callable[[], Entries]) -> None:
         """Tell the tier what is recorded and not known to it, and what it offers that is gone."""
-        self._next_resync = self._steady() + self.limits.audit_s
+        now = self._steady()
+        self._next_resync = now + self.limits.audit_s
         began_us = self.outbox.now_us()  # what is stored from now on may not be recorded yet
         with contextlib.suppress(StoreFull):
             self.outbox.record()
         state = read()
+        self._heard_at = now
         uncatalogued = self.budget.uncatalogued
         offered = self._offered_prints()
         prints = fingerprints(state, state["generation"])

@@ -23,7 +23,7 @@ from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import UNLIMITED
 from kvtier.backends.object.inspection.store_access import opened_store
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifests import ADDED, REMOVED, SKEW_US, Entries
+from kvtier.backends.object.manifests import ADDED, REMOVED, Entries
 from kvtier.backends.object.object_names import blocks_prefix, parse_block
 from kvtier.backends.object.settings import ObjectSettings
 from kvtier.backends.object.spec import ObjectSpec
@@ -182,8 +182,6 @@ def _unrecorded(listed: Sequence[ObjectInfo], stated: BlockIndex) -> Entries:
     rows = stated.find(entries)
     unrecorded = rows < 0
     about = stated.entries[rows[~unrecorded]]
-    again = (about["kind"] == REMOVED) & (
-        about["time_us"] + SKEW_US < entries["time_us"][~unrecorded]
-    )
-    unrecorded[~unrecorded] = again
+    again = about["time_us"] < entries["time_us"][~unrecorded]
+    unrecorded[~unrecorded] = again & (about["kind"] == REMOVED)
     return entries[unrecorded]

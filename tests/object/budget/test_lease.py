@@ -131,6 +131,20 @@ def test_without_conditional_puts_the_last_writer_wins(tmp_path: Path) -> None:
     assert later.confirm() > 0
 
 
+def test_without_conditional_puts_a_lease_begins_after_the_wait(tmp_path: Path) -> None:
+    """Else a short one would be over before it begins."""
+    clock = Clock()
+
+    def wait(seconds: float) -> None:
+        clock.at += 2 * LEASE_S
+
+    lease = candidate(LastWins(tmp_path / "store"), clock, sleep=wait)
+    lease.look()
+    assert lease.acquire()
+    assert lease.confirm() > 0
+    lease.publish(Report(measured=True))
+
+
 def test_who_closes_makes_room_at_once_and_who_died_here_too(store: FileStore) -> None:
     first = candidate(store, Clock())
     first.look()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.object.simulated_fleet import CountingStore, Fleet
 
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifests import ADDED, REMOVED, Entries, merge, pack_entries
@@ -153,3 +154,16 @@ def test_servers_and_caretakers_never_write_under_the_same_name(store: Failing) 
     again.read_all()
     say(again, ADDED, KEYS[1:], 20)
     assert there(Journal(store, NAMESPACE.id).read_all()) == sorted(KEYS)
+
+
+def test_a_server_that_slept_while_removals_were_forgotten_offers_none_of_their_blocks() -> None:
+    fleet = Fleet(CountingStore(), 2, blocks_a_second=0.5, capacity_blocks=200)
+    fleet.run(300.0)
+    sleeper = 1 - fleet.caretaker()
+    fleet.stop(sleeper, 900.0)
+    fleet.run(920.0)
+    fleet.rate = 0.0
+    fleet.run(20.0)
+    _, tier = fleet.servers[sleeper]
+    assert len(list(tier.offered())) > 100
+    assert set(tier.offered()) <= fleet.blocks()

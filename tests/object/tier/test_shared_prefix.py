@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.object.object_servers import ServerProcess
-from support.object.shared_prefix_process import BLOCKS, LEASE_S, RECORD, subject_at
+from support.object.shared_prefix_process import BLOCKS, RECORD, lease_s, subject_at
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.journal import Journal
@@ -112,7 +112,7 @@ class Life:
 
 def caretaker_among(writers: list[Life], store: Store) -> Life:
     """The process that keeps the budget now."""
-    lease = Lease(store, writer_ids.process_writer_id(), LEASE_S)
+    lease = Lease(store, writer_ids.process_writer_id(), 1.0)
     while lease.look() is None or lease.holder is None:
         time.sleep(0.01)
     pid = int(lease.holder.server[8:16], 16)
@@ -189,7 +189,9 @@ def test_three_writers_a_collector_a_pause_and_a_death(
             sleeper.stop()
             asleep = time.monotonic()
         elif turn == rounds // 2:
-            while time.monotonic() < asleep + 3 * LEASE_S:  # by then others count it as dead
+            while time.monotonic() < asleep + 3 * lease_s(
+                endpoint
+            ):  # by then others count it as dead
                 collector.wait_for(len(collector.lines) + 1)
             sleeper.go_on()
         elif turn == 3 * rounds // 4:
