@@ -27,7 +27,6 @@ docs/reference/format.md what lies in a store.
     gil_yield      pauses of long work beside a busy thread
     inspection/    what commands do with a store
     stores/        one interface over all kinds of stores, and wrappers
-    client/        the S3 client
 """
 
 from __future__ import annotations

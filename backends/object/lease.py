@@ -46,8 +46,10 @@ LEASE_S = 45.0
 _RENEW_SHARE = 0.45
 _PATIENCE = 1.5
 """An observer waits for so many times the lease: clocks run as fast as that, at least."""
+_WRITE_S = 1.0
+"""Without conditional puts: who begins to write a term ends within this time."""
 _SETTLE_S = 2.0
-"""Without conditional puts: who begins to write a term ends within half of this time."""
+"""And who has written one reads it back after this: by then all others have ended, too."""
 _MARGIN_SHARE = 8
 """The last part of a lease in which its holder begins nothing any more."""
 _BODY_BYTES_MAX = 1 << 20
@@ -194,7 +196,7 @@ class Lease:
         began = self.clock()
         term = int(self._observed[0]) + 1
         name = term_name(term)
-        end = time.monotonic() + _SETTLE_S / 2
+        end = time.monotonic() + _WRITE_S
         if self._put(name, self._body, if_absent=True, deadline=end) is PutOutcome.ALREADY_THERE:
             return False
         again = self._put(name, self._body, if_absent=True, deadline=end)

@@ -34,7 +34,7 @@ class TestRclone(TierContract):
     """A real process that checks signatures, and overwrites where it should refuse."""
 
     @pytest.fixture(autouse=True)
-    def server(self, rclone_server: ServerProcess) -> None:
+    def server(self, rclone_server: ServerProcess, brief_settling: None) -> None:
         type(self).subject = BucketSubject(rclone_server.endpoint)
 
 
