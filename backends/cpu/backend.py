@@ -41,8 +41,8 @@ from kvtier.interfaces.backend import Backend, TierContext
 from kvtier.record.record import HEADER_BYTES, record_bytes
 from kvtier.settings import ByteSize, Persistence, check_capacity
 from kvtier.slab.files import used_bytes
-from kvtier.slab.folder import Limits, slab_bytes
-from kvtier.slab.keeper import Keeper
+from kvtier.slab.folder import FolderLimits, slab_bytes
+from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.system import memory as memory_limits
 from kvtier.system.disk import Disk
@@ -114,7 +114,7 @@ class CpuBackend(Backend[CpuSettings]):
         huge_pages, serving = settings.huge_pages, context.serving
         memory = NewMemory(root, context.near, huge_pages=huge_pages, serving=serving)
         folder = CpuFolder(root, context, disk, memory, capacity)
-        limits = Limits(
+        limits = FolderLimits(
             capacity=capacity,
             free_floor=0,
             slot_bytes=slot,
@@ -123,7 +123,7 @@ class CpuBackend(Backend[CpuSettings]):
             keep_s=settings.keep_for.seconds,
             slack=min(capacity // _SLACK_SHARE, _SLACK_MAX),
         )
-        keeper = Keeper(folder, limits)
+        keeper = SlabKeeper(folder, limits)
         note_use(root, settings.keep_for.seconds)
         policy = create_policy(settings.eviction)
         tier = CpuTier(keeper, folder, policy, settings.keep_for.seconds)
@@ -222,7 +222,7 @@ def _check_room(root: Path, capacity: int, disk: Disk) -> None:
         )
 
 
-def _wait_for_room(tier: CpuTier, keeper: Keeper, root: Path) -> None:
+def _wait_for_room(tier: CpuTier, keeper: SlabKeeper, root: Path) -> None:
     """Have the first slab. Beside neighbours that have all, an engine serves what they hold, and
     stores nothing yet; raises MediumError where nobody has any."""
     end, tries = time.monotonic() + _ROOM_S, 0

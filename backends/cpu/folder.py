@@ -40,7 +40,7 @@ from kvtier.slab.files import (
     slab_files,
     take_away,
 )
-from kvtier.slab.folder import MAKING_SUFFIX, Limits, SlabFolder
+from kvtier.slab.folder import MAKING_SUFFIX, FolderLimits, SlabFolder
 from kvtier.system import memory as memory_limits
 from kvtier.system.disk import Disk
 
@@ -168,7 +168,7 @@ class CpuFolder(SlabFolder):
             self._memory.shape(fd, size)
         super().take_room(fd, size)
 
-    def bound(self, limits: Limits, used: int) -> int:
+    def bound(self, limits: FolderLimits, used: int) -> int:
         """No more than there is memory, either: the system would not refuse it, but kill."""
         path = self.root.parent
         left = memory_limits.memory_left() if memory_limits.in_memory(path) else None

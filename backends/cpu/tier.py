@@ -18,9 +18,9 @@ from kvtier.eviction import EvictionPolicy
 from kvtier.slab import layout
 from kvtier.slab.files import SlabFile
 from kvtier.slab.folder_tier import FolderTier
-from kvtier.slab.keeper import Keeper
+from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.layout import piece_slots
-from kvtier.slab.numbering import Place
+from kvtier.slab.numbering import SlotPlace
 from kvtier.types import BlockKey, Reservation, TierStats
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class CpuTier(FolderTier):
     idle_s = 0.2
 
     def __init__(
-        self, keeper: Keeper, folder: CpuFolder, policy: EvictionPolicy, keep_s: float
+        self, keeper: SlabKeeper, folder: CpuFolder, policy: EvictionPolicy, keep_s: float
     ) -> None:
         self.region = folder.region
         self._entries = self.region.entries()
@@ -52,7 +52,7 @@ class CpuTier(FolderTier):
         self._generation = 0
         self._pinning = False
         """Whether some slots may be pinned, and others not."""
-        self._leaving: list[Place] = []
+        self._leaving: list[SlotPlace] = []
         """Own slabs that are lost, and to which somebody may still be copying."""
         super().__init__("cpu", keeper, policy)
         self._pinning = True
@@ -91,7 +91,7 @@ class CpuTier(FolderTier):
             self._keeper.limits.capacity
         )
 
-    def _number(self, slab: SlabFile) -> Place | None:
+    def _number(self, slab: SlabFile) -> SlotPlace | None:
         place = super()._number(slab)
         assert place is not None
         try:
@@ -102,12 +102,12 @@ class CpuTier(FolderTier):
             return None
         return place
 
-    def _map(self, place: Place) -> None:
+    def _map(self, place: SlotPlace) -> None:
         header = place.slab.header
         row = Row(header.slab_id, place.base, header.slots, int(place.mine))
         self.region.put(self._places.index(place), row)
 
-    def _own(self, place: Place, *, mine: bool) -> None:
+    def _own(self, place: SlotPlace, *, mine: bool) -> None:
         super()._own(place, mine=mine)
         self._pinning = True
         try:
@@ -116,11 +116,11 @@ class CpuTier(FolderTier):
             logger.warning("slab %08x cannot be written to: %s", place.slab.id, error)
             super()._own(place, mine=False)
 
-    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> list[BlockKey]:
+    def _own_blocks(self, place: SlotPlace, entries: npt.NDArray[np.void]) -> list[BlockKey]:
         self._generation = max(self._generation, int(entries["generation"].max(initial=0)))
         return super()._own_blocks(place, entries)
 
-    def _lose(self, places: Collection[Place]) -> None:
+    def _lose(self, places: Collection[SlotPlace]) -> None:
         mine = [place for place in places if place.mine]
         super()._lose(places)
         self._leaving += mine
@@ -138,7 +138,7 @@ class CpuTier(FolderTier):
             else:
                 self._unmap(place)
 
-    def _unmap(self, place: Place) -> None:
+    def _unmap(self, place: SlotPlace) -> None:
         at = self._places.index(place)
         if self._places.is_hole(place):
             with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ class CpuTier(FolderTier):
         """Those that a device reaches already: they are to be used before others, as long as there
         are others."""
         near: list[int] = []
-        step, pinned = piece_slots(self.slot_bytes), dict[Place, int]()
+        step, pinned = piece_slots(self.slot_bytes), dict[SlotPlace, int]()
         for slot in slots:
             place = self._places.of(slot)
             if place not in pinned:

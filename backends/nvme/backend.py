@@ -11,10 +11,10 @@ from kvtier.backends.nvme.medium import NvmeHandler, NvmeSpec
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.tier import NvmeTier
 from kvtier.backends.nvme.wear import leases_of
-from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.errors import ConfigError, NotWritable
 from kvtier.eviction import create_policy, policy_class
 from kvtier.interfaces.backend import Backend, TierContext
+from kvtier.interfaces.write_budget import BURST_S
 from kvtier.record.record import record_bytes
 from kvtier.settings import (
     ByteSize,
@@ -24,8 +24,8 @@ from kvtier.settings import (
     check_capacity,
     standing_folder,
 )
-from kvtier.slab.folder import Limits, SlabFolder, slab_bytes
-from kvtier.slab.keeper import Keeper, ReadOnlyFolder, ReadOnlyKeeper, only_reads
+from kvtier.slab.folder import FolderLimits, SlabFolder, slab_bytes
+from kvtier.slab.keeper import ReadOnlyFolder, ReadOnlySlabKeeper, SlabKeeper, only_reads
 from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.system.disk import Disk
 
@@ -69,7 +69,7 @@ class NvmeBackend(Backend[NvmeSettings]):
         only_read = only_reads(root, settings.write)
         folder = (ReadOnlyFolder if only_read else SlabFolder)(root, context.namespace, disk)
         capacity = settings.capacity.resolve(disk.total_bytes(folder.root))
-        limits = Limits(
+        limits = FolderLimits(
             capacity=capacity,
             free_floor=settings.free_floor.bytes,
             slot_bytes=record_bytes(context.namespace.payload_bytes),
@@ -80,7 +80,7 @@ class NvmeBackend(Backend[NvmeSettings]):
         )
         rate = None if only_read else settings.writes_per_second(capacity)
         leases = None if rate is None else leases_of(folder, rate, limits.slot_bytes)
-        keeper = (ReadOnlyKeeper if only_read else Keeper)(folder, limits, leases)
+        keeper = (ReadOnlySlabKeeper if only_read else SlabKeeper)(folder, limits, leases)
         allowance = None if leases is None else leases.allowance
         tier = NvmeTier(keeper, create_policy(settings.eviction), allowance=allowance)
         tier.engine = context.engine

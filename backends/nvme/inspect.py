@@ -15,9 +15,9 @@ from kvtier import amounts
 from kvtier.backends.nvme.drives import Drive, read_drives
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.wear import NAME, WriteLedger, read_entry
-from kvtier.core.wear.token_bucket import BURST_S
 from kvtier.inspect import Finding, Level
 from kvtier.inspect.contents import DriveWear, Writes, standing
+from kvtier.interfaces.write_budget import BURST_S
 from kvtier.settings import WHOSE
 from kvtier.slab.files import LOCK, TABLE_SUFFIX, homes, slab_files, used_bytes
 from kvtier.slab.folder import kept_free, slab_bytes

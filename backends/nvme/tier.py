@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.backends.nvme.wear import WriteMeter
-from kvtier.core.wear.allowance import WriteAllowance
 from kvtier.eviction import EvictionPolicy
 from kvtier.interfaces.handler import own_spec
+from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.slab.folder_tier import FolderTier
-from kvtier.slab.keeper import Keeper
+from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.layout import SLOT_BITS, SLOT_MASK
 from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Reservation
 
@@ -23,7 +23,7 @@ class NvmeTier(FolderTier):
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: SlabKeeper,
         policy: EvictionPolicy,
         clock: Callable[[], float] = time.time,
         allowance: WriteAllowance | None = None,

@@ -17,9 +17,8 @@ import msgspec
 import xxhash
 
 from kvtier.backends.nvme.drives import read_drives
-from kvtier.core.wear.allowance import WriteAllowance
-from kvtier.core.wear.dynamic_admission import SPREAD_S
-from kvtier.core.wear.token_bucket import BURST_S, TokenBucket
+from kvtier.chain.admission import SPREAD_S
+from kvtier.interfaces.write_budget import BURST_S, TokenBucket, WriteAllowance
 from kvtier.record.record import record_bytes
 from kvtier.slab.files import folder_locked
 from kvtier.slab.folder import SlabFolder

@@ -15,8 +15,8 @@ from kvtier.backends.object.catalogue import ObjectCatalogue
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
-from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.eviction import EvictionPolicy
+from kvtier.eviction.retention import PINNED
 from kvtier.interfaces.handler import own_spec
 from kvtier.record.record import HEADER_BYTES
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Reservation, TierStats

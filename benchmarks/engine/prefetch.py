@@ -20,6 +20,7 @@ with a storm without prefetching can that be compared.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
@@ -217,9 +218,9 @@ class Bench(Served):
 
 
 def empty(folder: Path) -> None:
-    """The region of an engine that is gone, for the next one."""
+    """The memory of an engine that is gone, for the next one."""
     for left in folder.iterdir():
-        left.unlink()
+        shutil.rmtree(left)
 
 
 def main() -> None:

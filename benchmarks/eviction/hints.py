@@ -21,9 +21,8 @@ from benchmarks.eviction.reference_policies import new_policy
 from benchmarks.eviction.replay import replay, replay_belady
 from benchmarks.report import Report
 from kvtier.cli.trace_simulation import Request
-from kvtier.core.retained.retained_blocks import RetainedBlocks
-from kvtier.core.retained.retaining_policy import RetainingPolicy
 from kvtier.eviction import DEFAULT, UNKNOWN
+from kvtier.eviction.retention import RetainedBlocks, RetainingPolicy
 from kvtier.types import BlockKey
 
 AGENTS = int(os.environ.get("AGENTS", "24"))

@@ -164,7 +164,7 @@ class Places:
     def forget_memory(self) -> None:
         """As after a loss of power: CPU memory goes."""
         for path in self.memory.iterdir():
-            path.unlink()
+            shutil.rmtree(path)
 
     def clear(self) -> None:
         self.forget_memory()
@@ -176,7 +176,7 @@ class Places:
 
     def left_in_memory(self) -> int:
         """Bytes."""
-        return sum(path.stat().st_blocks * 512 for path in self.memory.iterdir())
+        return sum(path.stat().st_blocks * 512 for path in self.memory.rglob("*"))
 
 
 def stack(

@@ -28,7 +28,7 @@ from kvtier.interfaces.backend import TierContext, backend
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity
 from kvtier.slab import layout
-from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.folder import FolderLimits, SlabFolder
 from kvtier.slab.room import create_slab
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Namespace, Presence, block_key
@@ -50,7 +50,7 @@ def write_and_die(folder: Path, count: int) -> None:
     slot = record_bytes(4096)
     space = SlabFolder(folder, NAMESPACE, Disk())
     owner, _ = space.claim()
-    limits = Limits(
+    limits = FolderLimits(
         capacity=2 * count * (slot + 64), free_floor=0, slot_bytes=slot, slab_bytes=1 << 30
     )
     made = keys(count)

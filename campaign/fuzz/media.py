@@ -21,15 +21,14 @@ from kvtier.backends.object import object_names
 from kvtier.backends.object.object_names import manifest_prefix, parse_server, uses_prefix
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.use_counts import used_blocks
-from kvtier.core.retained import kept_file
-from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.cost import rates
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
 from kvtier.errors import FormatError
+from kvtier.eviction.retention import RetainedBlocks
 from kvtier.record.codec import Codec, decode, encode
 from kvtier.record.record import Header, record_bytes, verify
-from kvtier.slab import layout
+from kvtier.slab import layout, retention_list
 from kvtier.testing.subject import blank, make_keys, prove, sealed
 from kvtier.types import Namespace
 
@@ -125,10 +124,10 @@ def _retained() -> Target:
         data = mended(data)
         retained = RetainedBlocks(lambda: now)
         retained.allow(8)
-        retained.restore(kept_file.decode(data, _DIGEST))
+        retained.restore(retention_list.decode(data, _DIGEST))
         assert len(retained) <= 8
 
-    corpus = [kept_file.encode(kept, _DIGEST)]
+    corpus = [retention_list.encode(kept, _DIGEST)]
     return Target(name="retained list", corpus=corpus, parse=parse, typed=(FormatError,))
 
 

@@ -9,9 +9,9 @@ import msgspec
 
 from kvtier.chain.ledger import SettledMove
 from kvtier.chain.plan import JOINING
-from kvtier.core.wear.allowance import WriteStats
 from kvtier.interfaces.mover import MoverStats, TransferResult
 from kvtier.interfaces.tier import Tier
+from kvtier.interfaces.write_budget import WriteStats
 from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
 SAMPLES_KEPT = 4096

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
+from kvtier.chain.admission import DynamicAdmission
 from kvtier.chain.context import ChainContext
 from kvtier.chain.ledger import SettledMove
 from kvtier.chain.plan import HOST, LinkPlan, plan_links
 from kvtier.chain.stats import LinkStats
-from kvtier.core.wear.allowance import WriteAllowance
-from kvtier.core.wear.dynamic_admission import DynamicAdmission
 from kvtier.interfaces.mover import TransferResult
 from kvtier.interfaces.tier import Tier
+from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.settings import Admission, WritePolicy
 from kvtier.types import BlockKey, Outcome, Presence
 

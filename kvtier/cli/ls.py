@@ -30,8 +30,8 @@ from kvtier.cli.inspect import (
     troubles_of,
 )
 from kvtier.config import load
-from kvtier.core.retained.retained_blocks import PINNED
 from kvtier.errors import KVTierError
+from kvtier.eviction.retention import PINNED
 from kvtier.inspect import Block, Depth, Hold, Part
 from kvtier.types import KEY_BYTES_MAX, BlockKey, Difference, Namespace, group_of
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvtier.chain.admission import SPREAD_S, DynamicAdmission
 from kvtier.chain.store import TOUCHES_KEPT, Touches
-from kvtier.core.wear.dynamic_admission import SPREAD_S, DynamicAdmission
-from kvtier.core.wear.token_bucket import BURST_S, TokenBucket
 from kvtier.errors import ConfigError
 from kvtier.eviction import UNKNOWN, EvictionPolicy, create_policy
+from kvtier.interfaces.write_budget import BURST_S, TokenBucket
 from kvtier.settings import Admission, WritePolicy
 from kvtier.system.disk import read_bounded
 from kvtier.types import BlockKey

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.types import (
     BlockKey,
     EventKind,

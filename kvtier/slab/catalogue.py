@@ -11,10 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 
-from kvtier.core.retained.retained_blocks import RetainedBlocks
-from kvtier.core.retained.retaining_policy import RetainingPolicy
 from kvtier.errors import NotResident
 from kvtier.eviction import UNKNOWN, EvictionPolicy
+from kvtier.eviction.retention import RetainedBlocks, RetainingPolicy
 from kvtier.interfaces.tier import Events, Tier
 from kvtier.slab import layout
 from kvtier.slab.layout import runs

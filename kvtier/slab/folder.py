@@ -60,7 +60,7 @@ _SLABS_MAX = 1 << 14
 """And for so many at most: a keeper lists all of them, again and again."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class FolderLimits(msgspec.Struct, frozen=True):
     """What the settings allow, in bytes."""
 
     capacity: int
@@ -318,7 +318,7 @@ class SlabFolder:
         finally:
             self.disk.close(fd)
 
-    def bound(self, limits: Limits, used: int) -> int:
+    def bound(self, limits: FolderLimits, used: int) -> int:
         """What the folder may hold, or can where its disk is full before that."""
         free = self.disk.free_bytes(self.root) - kept_free(limits.free_floor, limits.slab_bytes)
         return min(limits.capacity, used + free)

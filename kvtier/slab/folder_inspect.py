@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvtier.core.retained import kept_file
-from kvtier.core.retained.retained_blocks import BLOCKS_MAX, PINNED
 from kvtier.errors import FormatError, MediumError, MediumInUse, naming
+from kvtier.eviction.retention import BLOCKS_MAX, PINNED
 from kvtier.inspect import Cleared, Depth, Filling, Garbage, Part
 from kvtier.inspect.contents import (
     NAMESPACE_ID,
@@ -34,6 +33,7 @@ from kvtier.inspect.inspector import BENCH_MARK, left_behind
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, TierSettings, WritePolicy
+from kvtier.slab import retention_list
 from kvtier.slab.files import (
     DATA_SUFFIX,
     LOCK,
@@ -196,7 +196,7 @@ def unpin(root: Path, home: Path, keys: Sequence[BlockKey] | None) -> int:
 
 def _read(home: Path) -> dict[BlockKey, float]:
     try:
-        return kept_file.read_pins(pins_path(home), bytes.fromhex(home.name))
+        return retention_list.read_pins(pins_path(home), bytes.fromhex(home.name))
     except FormatError as error:
         path = pins_path(home)
         raise MediumError(f"{path} does not say what is pinned ({error}): remove it") from None
@@ -205,7 +205,7 @@ def _read(home: Path) -> dict[BlockKey, float]:
 def _write(home: Path, pinned: Mapping[BlockKey, float]) -> None:
     path = pins_path(home)
     with naming(path):
-        kept_file.write(Disk(), path, {PINNED: pinned}, bytes.fromhex(home.name))
+        retention_list.write(Disk(), path, {PINNED: pinned}, bytes.fromhex(home.name))
 
 
 def find_garbage(

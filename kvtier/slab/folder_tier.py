@@ -15,17 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.chain.store import AHEAD_BLOCKS_MAX
-from kvtier.core.retained import kept_file
-from kvtier.core.retained.kept_list import KeptList
-from kvtier.core.retained.retained_blocks import BLOCKS_MAX, RetainedBlocks
 from kvtier.errors import FormatError
 from kvtier.eviction import EvictionPolicy
-from kvtier.slab import layout
+from kvtier.eviction.retention import BLOCKS_MAX, RetainedBlocks
+from kvtier.slab import layout, retention_list
 from kvtier.slab.catalogue import SlabTier
 from kvtier.slab.files import SlabFile, list_files, list_path, pins_path
-from kvtier.slab.keeper import Keeper
-from kvtier.slab.numbering import Copies, Place, Places
+from kvtier.slab.keeper import SlabKeeper
+from kvtier.slab.numbering import Copies, Places, SlotPlace
 from kvtier.slab.recovery import give_back_memory
+from kvtier.slab.retention_list import KeptList
 from kvtier.slab.watch import SlabUpdate
 from kvtier.types import BlockKey, EventKind, Outcome, TierStats
 
@@ -97,7 +96,7 @@ class RetentionFiles:
     under its name; all engines of a namespace heed what is pinned.
     """
 
-    def __init__(self, retained: RetainedBlocks, keeper: Keeper) -> None:
+    def __init__(self, retained: RetainedBlocks, keeper: SlabKeeper) -> None:
         self._retained = retained
         self._folder = keeper.folder
         self._warn = keeper.warn_once
@@ -122,7 +121,7 @@ class RetentionFiles:
         """Retain what engines of the namespace have, and what is pinned."""
         for path in list_files(self._folder.home):
             try:
-                self._retained.restore(kept_file.read(path, self._folder.namespace.digest))
+                self._retained.restore(retention_list.read(path, self._folder.namespace.digest))
             except (FormatError, OSError) as error:
                 self._warn(f"{path} does not say what is retained: {error}")
         self._begin_with_pins()
@@ -156,7 +155,7 @@ class RetentionFiles:
             return
         self._read_stamp = seen
         try:
-            self._read = kept_file.read_pins(path, self._folder.namespace.digest)
+            self._read = retention_list.read_pins(path, self._folder.namespace.digest)
         except (FormatError, OSError) as error:
             self._warn(f"{path} does not say what is pinned: {error}")
 
@@ -197,7 +196,7 @@ class FolderTier(SlabTier):
     def __init__(
         self,
         medium: str,
-        keeper: Keeper,
+        keeper: SlabKeeper,
         policy: EvictionPolicy,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -279,7 +278,7 @@ class FolderTier(SlabTier):
             self._see(update, place)
         return slab.header.slots if update.changes is None else len(update.changes[0])
 
-    def _see(self, update: SlabUpdate, place: Place | None) -> None:
+    def _see(self, update: SlabUpdate, place: SlotPlace | None) -> None:
         """A slab is there: a new one, or one that has changed or changed hands."""
         slab, known = update.slab, place is not None
         place = place or self._number(slab)
@@ -301,11 +300,11 @@ class FolderTier(SlabTier):
             if place.mine:
                 self._make_free(place.slots)
 
-    def _own(self, place: Place, *, mine: bool) -> None:
+    def _own(self, place: SlotPlace, *, mine: bool) -> None:
         self._places.own(place, mine)
         self._foreign = not self._places.all_mine
 
-    def _number(self, slab: SlabFile) -> Place | None:
+    def _number(self, slab: SlabFile) -> SlotPlace | None:
         """Give numbers to a slab's slots; None if that cannot be."""
         place = self._places.add(slab, self._busy)
         new = self._places.slots - len(self._key_of)
@@ -315,14 +314,14 @@ class FolderTier(SlabTier):
         self._foreign = True
         return place
 
-    def _busy(self, place: Place) -> bool:
+    def _busy(self, place: SlotPlace) -> bool:
         """Whether something is on its way into a slab or out of it."""
         slots = place.slots
         return any(slot in slots for slot in self._reserved.values()) or any(
             slot in slots for slot in self._pins
         )
 
-    def _own_blocks(self, place: Place, entries: npt.NDArray[np.void]) -> list[BlockKey]:
+    def _own_blocks(self, place: SlotPlace, entries: npt.NDArray[np.void]) -> list[BlockKey]:
         """A slab of the dead is ours now, with all it holds but what is being read at the moment:
         those slots are their readers' until the last unpin. Answers with what it holds, be it known
         from elsewhere, too."""
@@ -346,7 +345,9 @@ class FolderTier(SlabTier):
         self._on_dropped(copies)  # else a block that is dropped for good would come back by them
         return keys
 
-    def _see_changes(self, place: Place, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+    def _see_changes(
+        self, place: SlotPlace, slots: Sequence[int], keys: Sequence[BlockKey]
+    ) -> None:
         """Another process's slab changed: forget what has gone, learn what is new."""
         key_of, where = self._key_of, self._where
         now = [(place.base + slot, key) for slot, key in zip(slots, keys, strict=True)]
@@ -374,7 +375,7 @@ class FolderTier(SlabTier):
                 self._copies.note(slot, key)
         self._events.add(EventKind.STORED, fresh)
 
-    def _forget_place(self, place: Place) -> set[BlockKey]:
+    def _forget_place(self, place: SlotPlace) -> set[BlockKey]:
         """Take a slab's blocks out of the catalogue without writing anything down."""
         keys = []
         for slot in place.slots:
@@ -392,7 +393,7 @@ class FolderTier(SlabTier):
             self._copies.take(self._copies.held_in(place.slots))
         return set(keys)
 
-    def _lose(self, places: Collection[Place]) -> None:
+    def _lose(self, places: Collection[SlotPlace]) -> None:
         """Slabs have been removed by somebody, or their files have been."""
         of, mine = self._places.of, {place for place in places if place.mine}
         if mine:  # of others, of which thousands may go one after the other, there is nothing here
@@ -405,7 +406,7 @@ class FolderTier(SlabTier):
             self._events.add(EventKind.REMOVED, forgotten)
             self._offer(self._copies.take(forgotten))
 
-    def _let_go(self, place: Place, *, remove: bool) -> None:
+    def _let_go(self, place: SlotPlace, *, remove: bool) -> None:
         """Give a slab up, unless something is on its way into it or out of it."""
         if self._busy(place):
             return
@@ -417,7 +418,7 @@ class FolderTier(SlabTier):
             self._drop_free([place])
         self._keeper.release(place.slab.id, remove=remove)
 
-    def _drop_free(self, places: Collection[Place]) -> None:
+    def _drop_free(self, places: Collection[SlotPlace]) -> None:
         """Not one slab after the other: there may be thousands, and as many slots."""
         of, gone = self._places.of, set(places)
         for queue in (self._free, self._quarantine):

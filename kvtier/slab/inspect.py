@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.retained import kept_file
 from kvtier.errors import FormatError, KVTierError, NewerFormat, describe_error
 from kvtier.inspect.contents import Block, Cell, Contents, Hold, InspectorContext, Part, read_file
 from kvtier.inspect.filling import ROW, Rows, Source, TierOpener
 from kvtier.inspect.inspector import Inspector, Proof, Prover, Verdict, judge
 from kvtier.record.record import Buffer
 from kvtier.settings import TierSettings
+from kvtier.slab import retention_list
 from kvtier.slab.layout import (
     BAD,
     ENTRY_BYTES,
@@ -238,7 +238,7 @@ class SlabInspector(Inspector[S]):
         now = time.time()
         for path in self.lists(namespace):
             try:
-                sessions = kept_file.read(path, bytes.fromhex(namespace))
+                sessions = retention_list.read(path, bytes.fromhex(namespace))
             except (FormatError, OSError) as error:
                 said = f"{path} does not say what is retained: {describe_error(error)}"
                 if said not in self.contents.troubles:

@@ -31,7 +31,7 @@ from kvtier.slab.files import (
     owner_path,
     write_entries,
 )
-from kvtier.slab.folder import Limits, SlabFolder, differs_in
+from kvtier.slab.folder import FolderLimits, SlabFolder, differs_in
 from kvtier.slab.layout import SLOT_BITS, SLOT_MASK
 from kvtier.slab.room import Shares, create_slab
 from kvtier.slab.watch import Known, Problems, SlabUpdate, SlabWatch
@@ -47,7 +47,7 @@ _SLOTS_MAX = 8192
 a thread that shares its interpreter with the engine's scheduler."""
 
 
-class Uses:
+class UseLog:
     """What a tier's requests have used since it was written down last.
 
     `note` and `carry` are for the tier's thread and `write` for the keeper's.
@@ -126,7 +126,7 @@ _CLOSE_S = 2.0
 """Who closes waits no longer for a disk that hangs: what is not written down by then is lost."""
 
 
-class Leases(Protocol):
+class WriteLeases(Protocol):
     """What an engine may write to a medium with a write budget."""
 
     def begin(self, when_short: Callable[[], None]) -> None:
@@ -139,16 +139,18 @@ class Leases(Protocol):
         """Give back what is left; raises OSError, or MediumError."""
 
 
-class Keeper:
+class SlabKeeper:
     """The file work of one tier. `updates` is a queue from the keeper to the tier; `want_room`,
     `record`, `release` and `flush` are the other direction."""
 
-    def __init__(self, folder: SlabFolder, limits: Limits, leases: Leases | None = None) -> None:
+    def __init__(
+        self, folder: SlabFolder, limits: FolderLimits, leases: WriteLeases | None = None
+    ) -> None:
         self.folder = folder
         self.limits = limits
         self.owner, self._owner_fd = folder.claim()
         self.updates: deque[SlabUpdate] = deque()
-        self.uses = Uses()
+        self.uses = UseLog()
         self.when_idle: Callable[[], None] = lambda: None
         """Called between rounds: a tier that nobody calls must apply its updates all the same."""
         self.at_end: Callable[[], None] = lambda: None
@@ -492,7 +494,7 @@ class ReadOnlyFolder(SlabFolder):
         return True
 
 
-class ReadOnlyKeeper(Keeper):
+class ReadOnlySlabKeeper(SlabKeeper):
     """A keeper that only looks."""
 
     def pause(self) -> float:

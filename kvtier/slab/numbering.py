@@ -10,7 +10,7 @@ from kvtier.slab.layout import SLOT_BITS
 from kvtier.types import BlockKey
 
 
-class Place:
+class SlotPlace:
     """A slab's range of this process's slot numbers."""
 
     __slots__ = ("base", "mine", "room", "slab")
@@ -34,8 +34,8 @@ class Places:
     def __init__(self, aligned: int = 1) -> None:
         """Ranges have a multiple of so many numbers."""
         self._aligned = aligned
-        self.by_slab: dict[int, Place] = {}
-        self._ranges: list[Place] = []
+        self.by_slab: dict[int, SlotPlace] = {}
+        self._ranges: list[SlotPlace] = []
         """The place that each range has, or had: see `_holes`."""
         self._range_of = array("I")
         self._origins: list[int] = []
@@ -65,7 +65,7 @@ class Places:
         """Whether nobody else has slabs now."""
         return self._mine == len(self.by_slab)
 
-    def index(self, place: Place) -> int:
+    def index(self, place: SlotPlace) -> int:
         """A number for a place, small and the same as long as its slab is there."""
         return self._range_of[place.base]
 
@@ -73,12 +73,12 @@ class Places:
         """The numbers of the places of slots."""
         return set(map(self._range_of.__getitem__, slots))
 
-    def is_hole(self, place: Place) -> bool:
+    def is_hole(self, place: SlotPlace) -> bool:
         """Whether a place that was lost has not become another's."""
         at = self.index(place)
         return self._ranges[at] is place and at in self._holes
 
-    def of(self, slot: int) -> Place:
+    def of(self, slot: int) -> SlotPlace:
         """The place that a slot belongs to."""
         return self._ranges[self._range_of[slot]]
 
@@ -87,19 +87,19 @@ class Places:
         origins, range_of = self._origins, self._range_of
         return [origins[range_of[slot]] + slot for slot in slots]
 
-    def add(self, slab: SlabFile, busy: Callable[[Place], bool]) -> Place:
+    def add(self, slab: SlabFile, busy: Callable[[SlotPlace], bool]) -> SlotPlace:
         """Number the slots of a slab: by a range that a lost one has left, and in which nothing is
         busy any more, or a new one."""
         for index in self._holes:
             hole = self._ranges[index]
             if hole.room >= slab.header.slots and not busy(hole):
-                place = self._ranges[index] = Place(slab, hole.base, hole.room)
+                place = self._ranges[index] = SlotPlace(slab, hole.base, hole.room)
                 self._holes.remove(index)
                 break
         else:
             index = len(self._ranges)
             room = -(-slab.header.slots // self._aligned) * self._aligned
-            place = Place(slab, self.slots, room)
+            place = SlotPlace(slab, self.slots, room)
             self._ranges.append(place)
             self._origins.append(0)
             self._range_of.extend(array("I", [index]) * room)
@@ -107,13 +107,13 @@ class Places:
         self.by_slab[slab.id] = place
         return place
 
-    def own(self, place: Place, mine: bool) -> None:
+    def own(self, place: SlotPlace, mine: bool) -> None:
         """Say whether a slab is this process's own."""
         self._mine += mine - place.mine
         self.own_slots += (mine - place.mine) * place.slab.header.slots
         place.mine = mine
 
-    def lose(self, place: Place) -> None:
+    def lose(self, place: SlotPlace) -> None:
         """A slab is there no more."""
         self.own(place, False)
         self._holes.append(self._range_of[place.base])

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.core.retained import kept_file
 from kvtier.errors import FormatError
 from kvtier.settings import ByteSize
+from kvtier.slab import retention_list
 from kvtier.slab.files import (
     DATA_SUFFIX,
     SAID_BYTES,
@@ -46,7 +46,7 @@ from kvtier.slab.files import (
     used_at,
     used_bytes,
 )
-from kvtier.slab.folder import MAKING_SUFFIX, NO_ROOM, Limits, SlabFolder
+from kvtier.slab.folder import MAKING_SUFFIX, NO_ROOM, FolderLimits, SlabFolder
 from kvtier.slab.layout import (
     ENTRY_BYTES,
     FLAG_DISCARD,
@@ -77,7 +77,7 @@ def _kept(home: Path) -> set[BlockKey]:
     now = time.time()
     for path in (*list_files(home), pins_path(home)):
         with contextlib.suppress(FormatError, OSError):
-            for blocks in kept_file.read(path, bytes.fromhex(home.name)).values():
+            for blocks in retention_list.read(path, bytes.fromhex(home.name)).values():
                 found.update(key for key, until in blocks.items() if until > now)
     return found
 
@@ -110,7 +110,7 @@ class IdleHome(msgspec.Struct, frozen=True):
     bytes: int
 
 
-def reclaim(folder: SlabFolder, limits: Limits, wanted: int) -> bool:
+def reclaim(folder: SlabFolder, limits: FolderLimits, wanted: int) -> bool:
     """Under the folder's lock: remove slabs of idle namespaces until there is room for so much, or
     others have waited long enough; says whether anything was removed.
 
@@ -177,7 +177,9 @@ def _others(root: Path, mine: Path) -> tuple[list[IdleHome], int]:
     return idle, living
 
 
-def create_slab(folder: SlabFolder, owner: int, slots_max: int, limits: Limits) -> SlabFile | None:
+def create_slab(
+    folder: SlabFolder, owner: int, slots_max: int, limits: FolderLimits
+) -> SlabFile | None:
     """A new empty slab within the budget and above the floor; None if there is no room."""
     with folder.locked():
         header = _plan_slab(folder, slots_max, limits)
@@ -202,7 +204,7 @@ def create_slab(folder: SlabFolder, owner: int, slots_max: int, limits: Limits) 
     return SlabFile(header, owner)
 
 
-def _plan_slab(folder: SlabFolder, slots_max: int, limits: Limits) -> SlabHeader | None:
+def _plan_slab(folder: SlabFolder, slots_max: int, limits: FolderLimits) -> SlabHeader | None:
     """Under the lock: the largest slab that there is room for."""
     _sweep(folder)
     slots = _slots_at_most(folder, slots_max, limits)
@@ -220,7 +222,7 @@ def _plan_slab(folder: SlabFolder, slots_max: int, limits: Limits) -> SlabHeader
     )
 
 
-def _slots_at_most(folder: SlabFolder, slots_max: int, limits: Limits) -> int:
+def _slots_at_most(folder: SlabFolder, slots_max: int, limits: FolderLimits) -> int:
     used = used_bytes(folder.root)
     room = folder.bound(limits, used) - limits.slack - used
     fitting = max(0, room - TABLE_AT) // (limits.slot_bytes + ENTRY_BYTES)
@@ -314,7 +316,7 @@ class Shares:
     has less would give up all that it is handed, again and again, until nothing is left.
     """
 
-    def __init__(self, folder: SlabFolder, limits: Limits) -> None:
+    def __init__(self, folder: SlabFolder, limits: FolderLimits) -> None:
         self._folder = folder
         self._limits = limits
         self._said: bytes | None = None
@@ -366,7 +368,7 @@ class Shares:
 
     def limits(
         self, owner: int, mine: Sequence[SlabFile], slabs: Iterable[SlabFile]
-    ) -> Limits | None:
+    ) -> FolderLimits | None:
         """What counts for one more slab beside these; None if others wait for the room."""
         found = self.neighbours(owner)
         more = _bytes_of(mine) + self._limits.slab_bytes
@@ -435,7 +437,7 @@ class Shares:
         room = self._folder.bound(self._of_all(found), used) - sum(map(used_bytes, idle))
         return max(0, room) // max(1, found.living) + self._limits.slab_bytes // 2
 
-    def _of_all(self, found: Neighbours) -> Limits:
+    def _of_all(self, found: Neighbours) -> FolderLimits:
         return msgspec.structs.replace(self._limits, capacity=found.capacity)
 
 

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvtier.core.retained.retained_blocks import RetainedBlocks
 from kvtier.errors import ConfigError, MediumError, NotResident
+from kvtier.eviction.retention import RetainedBlocks
 from kvtier.inspect import Filling, Inspector, Reach
 from kvtier.inspect.contents import Depth
 from kvtier.inspect.filling import TAKE_ALL

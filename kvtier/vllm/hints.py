@@ -13,7 +13,7 @@ import msgspec
 from kvtier.chain.hits import Shape
 from kvtier.chain.plan import NOWHERE
 from kvtier.chain.tier_chain import TierChain
-from kvtier.core.retained.retained_blocks import NO_SESSION, SESSION_CHARS_MAX, is_session
+from kvtier.eviction.retention import NO_SESSION, SESSION_CHARS_MAX, is_session
 from kvtier.types import BlockKey, Namespace
 from kvtier.vllm.requests import Requests, RequestState
 

@@ -25,7 +25,7 @@ from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.deferrals import Deferrals, LoadDeadlines
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.hints import Hints
-from kvtier.vllm.protocol import NO_SLOT, Geometry, Report, WorkerJob
+from kvtier.vllm.protocol import NO_SLOT, RecordGeometry, Report, WorkerJob
 from kvtier.vllm.requests import Event, HandoverDeferral, Requests, RequestState
 from kvtier.vllm.waiting_prefetches import WaitingPrefetches
 
@@ -97,7 +97,7 @@ class ChainManager:
         self._requests = Requests()
         self.load = EngineLoad(self._requests, costs, clock)
         namespace = stack.namespace
-        self._geometry = Geometry(namespace.digest, namespace.group_bytes, namespace.parts)
+        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, namespace.parts)
         self._copies = max(1, ranks // namespace.parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._deadlines = LoadDeadlines(costs, clock, self._load_seconds)

@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import Gauge
 
 from kvtier.chain.stats import ChainStats
-from kvtier.core.wear.allowance import WriteStats
 from kvtier.cost.rates import LinkCosts
+from kvtier.interfaces.write_budget import WriteStats
 from kvtier.vllm import guard
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.manager import ChainManager

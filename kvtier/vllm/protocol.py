@@ -15,7 +15,7 @@ NO_SLOT = -1
 
 
 @dataclass
-class Geometry:
+class RecordGeometry:
     """What a worker must know of the namespace."""
 
     digest: bytes
@@ -29,7 +29,7 @@ class WorkerJob:
 
     number: int
     region: str
-    geometry: Geometry
+    geometry: RecordGeometry
     keys: Sequence[BlockKey]
     slots: Sequence[int]
     deadline: float
@@ -41,7 +41,7 @@ class WorkerJob:
     def without_slots(cls, keys: Iterable[bytes]) -> WorkerJob:
         """A load that fails on the worker."""
         known = [BlockKey(key) for key in keys]
-        return cls(0, "", Geometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
+        return cls(0, "", RecordGeometry(b"", (), 1), known, [NO_SLOT] * len(known), 0.0)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from kvtier.interfaces.handler import HostRegion
 from kvtier.interfaces.mover import TransferKind
 from kvtier.settings import Gds
 from kvtier.types import Outcome
-from kvtier.vllm.protocol import NO_SLOT, Geometry, Report, WorkerJob
+from kvtier.vllm.protocol import NO_SLOT, RecordGeometry, Report, WorkerJob
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RankShare(msgspec.Struct, frozen=True):
         """Whether it does; else what it has to store is written by the first."""
         return self.rank == 0 or not self.alike
 
-    def layout(self, caches: Any, geometry: Geometry) -> DeviceLayout:
+    def layout(self, caches: Any, geometry: RecordGeometry) -> DeviceLayout:
         """How the KV tensors lie, which must be what the scheduler expects."""
         stated = tuple(geometry.group_bytes[group] for group in self.group_ids)
         try:
@@ -121,7 +121,7 @@ class RankWorker:
         self._copier: DeviceCopier | None = None
         self._attach = attach
         self._region: HostRegion | None = None
-        self._opened: tuple[str, Geometry] | None = None
+        self._opened: tuple[str, RecordGeometry] | None = None
         self._numbers: dict[int, tuple[int, TransferKind]] = {}
         """The worker job of each job under way, and what kind of job it is."""
         self._writes_first = writes_first()
@@ -274,13 +274,13 @@ class RankWorker:
             self._least_slots = least_slots
             self.steps.begin_anew()
             with contextlib.closing(self._attach(path)) as region:
-                geometry = Geometry(region.namespace, group_bytes, parts)
+                geometry = RecordGeometry(region.namespace, group_bytes, parts)
             if not self._open(str(path), geometry).make_ready(READY_S):
                 logger.warning("the engine serves before its copies are as fast as they will be")
         except (KVTierError, OSError, RuntimeError, ValueError) as error:
             logger.warning("CPU memory cannot be opened before there are requests: %s", error)
 
-    def _open(self, name: str, geometry: Geometry) -> DeviceCopier:
+    def _open(self, name: str, geometry: RecordGeometry) -> DeviceCopier:
         if self._copier is not None and self._opened == (name, geometry):
             return self._copier
         self.close()

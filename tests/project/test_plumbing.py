@@ -10,7 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+
+from kvtier.vllm.hooks.versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -51,6 +54,24 @@ def test_engines_are_not_locked() -> None:
 def test_the_library_itself_needs_no_engine_and_no_bucket() -> None:
     names = {Requirement(each).name for each in PROJECT["dependencies"]}
     assert not {"torch", "vllm", "boto3"} & names
+
+
+def test_the_engine_that_comes_along_is_one_that_is_tested() -> None:
+    (engine,) = map(Requirement, PROJECT["optional-dependencies"]["vllm"])
+    assert all(engine.specifier.contains(version) for version in TESTED)
+    oldest, newest = (int(version.split(".")[1]) for version in (TESTED[0], TESTED[-1]))
+    assert not engine.specifier.contains(f"0.{oldest - 1}.9")
+    assert not engine.specifier.contains(f"0.{newest + 1}.0")
+
+
+def test_a_release_runs_pinned_actions_and_gives_each_job_its_own_rights() -> None:
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert release["permissions"] == {}
+    jobs = release["jobs"]
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert not [each for each in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", each)]
+    builders = [name for name, job in jobs.items() if job["permissions"] == {"contents": "read"}]
+    assert builders == ["lint", "build"] == jobs["publish"]["needs"]
 
 
 @pytest.mark.parametrize("target", TARGETS.group(1).split() if TARGETS else [])

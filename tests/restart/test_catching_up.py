@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,8 +89,8 @@ def test_the_next_life_writes_what_the_one_before_could_not(
     if kills > 1:
         killed(described, held, count=0)
     if held == 2:  # so that it is the folder's blocks alone that can come down
-        for region in (tmp_path / "host").iterdir():
-            region.unlink()
+        for root in (tmp_path / "host").iterdir():
+            shutil.rmtree(root)
     with Stack.open(described, NAMESPACE) as stack:
         assert stack.chain.chain_stats().links[-1].behind == COUNT
         idle(stack)

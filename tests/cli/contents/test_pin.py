@@ -12,7 +12,7 @@ from support.processes.cli_world import command, run
 
 from kvtier import Stack
 from kvtier.cli import app
-from kvtier.core.retained.retained_blocks import PINNED
+from kvtier.eviction.retention import PINNED
 from kvtier.testing.subject import make_keys, payload
 from kvtier.types import BlockKey, Namespace, Presence
 from kvtier.vllm.identity.prompts import Prompt, chunk_keys
@@ -106,7 +106,7 @@ def test_a_full_disk_is_named(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvtier.core.retained.kept_file.write", full)
+    monkeypatch.setattr("kvtier.slab.retention_list.write", full)
     assert app.run(["pin", "--prompts", str(prompts), "-c", str(stack)]) == 1
     where = stack.parent / "blocks" / ENGINE.id / "pinned.bin"
     assert f"kvtier: {where}: No space left on device; free some" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from kvtier.record.record import record_bytes
 from kvtier.slab import keeper as keeper_module
 from kvtier.slab import layout
 from kvtier.slab.files import NOBODY
-from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.folder import FolderLimits, SlabFolder
 from kvtier.slab.room import create_slab
 from kvtier.slab.watch import SlabUpdate
 from kvtier.system.disk import Disk
@@ -34,7 +34,7 @@ from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
-LIMITS = Limits(capacity=1 << 20, free_floor=0, slot_bytes=SLOT, slab_bytes=8 * SLOT)
+LIMITS = FolderLimits(capacity=1 << 20, free_floor=0, slot_bytes=SLOT, slab_bytes=8 * SLOT)
 
 
 @contextlib.contextmanager
@@ -121,13 +121,13 @@ CLOSED_FOR_A_WHILE = """
 import os, sys
 from pathlib import Path
 from kvtier.slab.folder import SlabFolder
-from kvtier.slab.folder import Limits
+from kvtier.slab.folder import FolderLimits
 from kvtier.slab.room import create_slab
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE
 folder = SlabFolder(Path(sys.argv[1]), NAMESPACE, Disk())
 owner, _ = folder.claim()
-create_slab(folder, owner, 8, Limits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))
+create_slab(folder, owner, 8, FolderLimits(1 << 20, 0, slot_bytes=1 << 14, slab_bytes=1 << 17))
 os.utime(folder.home, (10**9, 10**9))
 folder.home.chmod(0)
 print(len(folder.slab_ids()))

@@ -19,8 +19,8 @@ from kvtier.eviction import create_policy
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, WritePolicy
-from kvtier.slab.folder import Limits
-from kvtier.slab.keeper import ReadOnlyFolder, ReadOnlyKeeper
+from kvtier.slab.folder import FolderLimits
+from kvtier.slab.keeper import ReadOnlyFolder, ReadOnlySlabKeeper
 from kvtier.system.disk import AnyPath, Disk
 from kvtier.testing.subject import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome
@@ -34,8 +34,8 @@ class Guest(Engine):
     def __init__(self, root: Path, namespace: Namespace = NAMESPACE) -> None:
         self.namespace, self.root = namespace, root
         slot = record_bytes(namespace.payload_bytes)
-        limits = Limits(1 << 30, 0, slot_bytes=slot, slab_bytes=1 << 20, grows=False)
-        self.keeper = ReadOnlyKeeper(ReadOnlyFolder(root, namespace, Disk()), limits)
+        limits = FolderLimits(1 << 30, 0, slot_bytes=slot, slab_bytes=1 << 20, grows=False)
+        self.keeper = ReadOnlySlabKeeper(ReadOnlyFolder(root, namespace, Disk()), limits)
         self.tier = NvmeTier(self.keeper, create_policy("lru"))
         self.handler = NvmeHandler(
             root, namespace, threads=2, direct=True, power_safe=False, only_read=True

@@ -12,7 +12,7 @@ from support.tiers.nvme_rig import SLAB_BLOCKS, Engine, open_files
 
 from kvtier.record.record import Buffer, record_bytes
 from kvtier.slab import folder_tier as tier_module
-from kvtier.slab.folder import Limits, SlabFolder
+from kvtier.slab.folder import FolderLimits, SlabFolder
 from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.slab.room import create_slab
 from kvtier.system.disk import AnyPath, Disk, is_locked
@@ -55,7 +55,7 @@ class Maker:
 
     def make(self) -> int:
         """How many slots the slab has that was made; 0 if none was."""
-        limits = Limits(1 << 20, free_floor=FLOOR, slot_bytes=SLOT, slab_bytes=8 * SLOT)
+        limits = FolderLimits(1 << 20, free_floor=FLOOR, slot_bytes=SLOT, slab_bytes=8 * SLOT)
         slab = create_slab(self.folder, self.owner, 8, limits)
         return slab.header.slots if slab else 0
 

@@ -25,7 +25,7 @@ from kvtier.slab import catalogue as prompt_order
 from kvtier.slab import layout
 from kvtier.slab.files import used_bytes
 from kvtier.slab.folder import SlabFolder
-from kvtier.slab.keeper import Keeper
+from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.room import fair_share
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -140,7 +140,7 @@ class TestNvme:
         now = time.time()
         policy = create_policy("adaptive")
         assert isinstance(policy, Adaptive)
-        keeper = Keeper(SlabFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
+        keeper = SlabKeeper(SlabFolder(first.root, NAMESPACE, Disk()), first.keeper.limits)
         tier = NvmeTier(keeper, policy, lambda: now)
         assert tier.stats().blocks == 4
         for _ in range(2):

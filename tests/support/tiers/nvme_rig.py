@@ -15,8 +15,8 @@ from kvtier.backends.nvme import NvmeHandler, NvmeTier
 from kvtier.backends.nvme.wear import leases_of
 from kvtier.eviction import create_policy
 from kvtier.record.record import record_bytes
-from kvtier.slab.folder import Limits, SlabFolder
-from kvtier.slab.keeper import Keeper
+from kvtier.slab.folder import FolderLimits, SlabFolder
+from kvtier.slab.keeper import SlabKeeper
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, blank, prove, sealed
 from kvtier.types import BlockKey, Namespace, Presence
@@ -41,9 +41,9 @@ class LowDisk(Disk):
         return self.free
 
 
-def within(capacity: int) -> Limits:
+def within(capacity: int) -> FolderLimits:
     """So much for a folder, and no floor."""
-    return Limits(capacity=capacity, free_floor=0, slot_bytes=4096, slab_bytes=4096)
+    return FolderLimits(capacity=capacity, free_floor=0, slot_bytes=4096, slab_bytes=4096)
 
 
 class Engine:
@@ -71,7 +71,7 @@ class Engine:
         self.namespace = namespace
         self.root = root
         self.capacity = blocks * (slot + 64) + slabs * 4096 + SMALL_FILES
-        limits = Limits(
+        limits = FolderLimits(
             capacity=self.capacity,
             free_floor=free_floor,
             slot_bytes=slot,
@@ -83,7 +83,7 @@ class Engine:
         disk = disk or Disk()
         folder = SlabFolder(root, namespace, disk)
         leases = None if write_rate is None else leases_of(folder, write_rate, slot)
-        self.keeper = Keeper(folder, limits, leases)
+        self.keeper = SlabKeeper(folder, limits, leases)
         allowance = None if leases is None else leases.allowance
         self.tier = NvmeTier(self.keeper, create_policy("lru"), allowance=allowance)
         self.handler = NvmeHandler(

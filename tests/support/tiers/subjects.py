@@ -13,8 +13,8 @@ from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, TierSettings
-from kvtier.slab.folder import Limits, SlabFolder
-from kvtier.slab.keeper import Keeper
+from kvtier.slab.folder import FolderLimits, SlabFolder
+from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
 from kvtier.system.disk import Disk
 from kvtier.testing.memory import BACKEND as MEMORY_BACKEND
@@ -103,8 +103,10 @@ class SlabsSubject(NvmeSubject):
         slot = record_bytes(context.namespace.payload_bytes)
         size = settings.capacity.resolve(0)
         folder = SlabFolder(Path(settings.path), context.namespace, disk)
-        limits = Limits(capacity=size, free_floor=0, slot_bytes=slot, slab_bytes=SLAB_BLOCKS * slot)
-        keeper = Keeper(folder, limits)
+        limits = FolderLimits(
+            capacity=size, free_floor=0, slot_bytes=slot, slab_bytes=SLAB_BLOCKS * slot
+        )
+        keeper = SlabKeeper(folder, limits)
         tier = NvmeTier(keeper, create_policy(settings.eviction))
         keeper.start()
         _grow(tier)

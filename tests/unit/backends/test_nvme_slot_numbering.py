@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.slab.files import SlabFile
 from kvtier.slab.layout import SLOT_BITS, SlabHeader
-from kvtier.slab.numbering import Place, Places
+from kvtier.slab.numbering import Places, SlotPlace
 from kvtier.testing.subject import NAMESPACE
 
 
@@ -15,7 +15,7 @@ def slab(number: int, slots: int) -> SlabFile:
     return SlabFile(header, owner=1)
 
 
-def idle(place: Place) -> bool:
+def idle(place: SlotPlace) -> bool:
     return False
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.processes.clocks import Clock
 
 from kvtier.backends.nvme.wear import Entry, Leases, WriteLedger, pack, read_entry, unpack
-from kvtier.core.wear.allowance import WriteAllowance
-from kvtier.core.wear.dynamic_admission import SPREAD_S
+from kvtier.chain.admission import SPREAD_S
+from kvtier.interfaces.write_budget import WriteAllowance
 
 MIB = 1 << 20
 RATE = 2 * (1 << 40) / 86400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 
-from kvtier.core.wear.allowance import WriteAllowance
+from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.settings import WritePolicy
 
 FAR = 1e12

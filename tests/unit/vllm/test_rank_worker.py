@@ -22,7 +22,7 @@ from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace, Outcome
-from kvtier.vllm.protocol import NO_SLOT, Geometry, WorkerJob
+from kvtier.vllm.protocol import NO_SLOT, RecordGeometry, WorkerJob
 from kvtier.vllm.worker import EndedJob, RankShare, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_fit_keeps_nothing(
 ) -> None:
     """The engine goes on: each store fails, and is told."""
     rank = Rank(0, layers=layers, pipelined=pipelined)
-    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
+    geometry = RecordGeometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
     worker_job = WorkerJob(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
     rank.worker.store(1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
     (ended,) = rank.worker.poll()
@@ -196,7 +196,7 @@ def test_chunks_with_holes_are_not_stored(
 
 def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
     rank = Rank(0)
-    geometry = Geometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
+    geometry = RecordGeometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
     worker_job = WorkerJob(5, "/nowhere", geometry, list(make_keys(2)), [0, NO_SLOT], 0.0)
     rank.worker.load(1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
     (ended,) = rank.worker.poll()

@@ -93,16 +93,16 @@ def test_a_bucket_serves_a_second_machine(native: Native, right: list[list[int]]
     native.stack["tiers"].append(store)
     filled(native, right).kill()
     shutil.rmtree(native.world.blocks)
-    for path in native.world.region.iterdir():
-        path.unlink()
+    for root in native.world.region.iterdir():
+        shutil.rmtree(root)
     answers = native.engine().generate(prompts=PROMPTS, tokens=TOKENS)
     assert (tokens(answers), cached(answers)) == (right, [896, 896, 896])
 
 
 def test_damaged_blocks_are_misses(native: Native, right: list[list[int]]) -> None:
     filled(native, right).kill()
-    for path in native.world.region.iterdir():
-        path.unlink()
+    for root in native.world.region.iterdir():
+        shutil.rmtree(root)
     slabs = sorted(native.world.blocks.rglob("*.slab"))
     assert slabs
     for slab in slabs:

@@ -120,7 +120,9 @@ def walk(script: str, tmp_path: Path, environment: dict[str, str]) -> None:
     for found, tier in ((restarted, "cpu"), (second, "cpu")):
         for tokens, hit in found:
             assert hit == f"{(tokens - 1) // CHUNK} blocks from {tier}", output
-    assert not list(Path("/dev/shm").glob(f"*walk-{os.getpid()}-*")), "its end frees the memory"
+    roots = Path("/dev/shm").glob(f"*walk-{os.getpid()}-*")
+    left = {path.name for root in roots for path in root.rglob("*")}
+    assert left <= {"lock"}, "its end frees the memory, but for a lock that engines share"
 
 
 def check_answers(output: str) -> list[list[tuple[int, str]]]:

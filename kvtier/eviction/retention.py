@@ -1,15 +1,88 @@
-"""Which blocks of a tier are retained: by which sessions, until when, and within which budget."""
+"""Which blocks of a tier are retained: by which sessions, until when, and within which budget.
+
+To retain is a request. It takes a place in a list (`RetainedBlocks`): a policy around any other
+(`RetainingPolicy`) lets these blocks go last, and released ones first.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from kvtier.core.retained.refused_blocks import RefusedBlocks
+from kvtier.eviction.policy import UNKNOWN, EvictionPolicy
 from kvtier.types import BlockKey
+
+
+class RefusedBlocks:
+    """By session, until the same time for all that it was refused: so much need not be exact."""
+
+    def __init__(self, blocks: int, sessions: int, clock: Callable[[], float]) -> None:
+        """Knows at most so many of both; what comes then is not noted."""
+        self._blocks_max = blocks
+        self._sessions_max = sessions
+        self._clock = clock
+        self._sessions: dict[str, dict[BlockKey, None]] = {}
+        self._ends: dict[str, float] = {}
+        self._asked: Counter[BlockKey] = Counter()
+        self._next_end = math.inf
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._asked
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def note(self, session: str, keys: Iterable[BlockKey], until: float) -> None:
+        """A session was refused these, which it would need until then."""
+        if session not in self._sessions and len(self._sessions) >= self._sessions_max:
+            return
+        mine = self._sessions.setdefault(session, {})
+        for key in keys:
+            if key not in mine:
+                if key not in self._asked and len(self._asked) >= self._blocks_max:
+                    break
+                mine[key] = None
+                self._asked[key] += 1
+        if mine:
+            self._ends[session] = until
+            self._next_end = min(self._next_end, until)
+        else:
+            del self._sessions[session]
+
+    def forget(self, session: str, keys: Iterable[BlockKey] | None = None) -> None:
+        """A session has got these (None: whatever it was refused), or does not need them."""
+        mine = self._sessions.get(session)
+        if mine is None:
+            return
+        for key in list(mine) if keys is None else keys:
+            if key in mine:
+                del mine[key]
+                self._asked[key] -= 1
+                if not self._asked[key]:
+                    del self._asked[key]
+        if not mine:
+            del self._sessions[session], self._ends[session]
+
+    def expire(self) -> None:
+        """Forget what nobody would retain any more."""
+        now = self._clock()
+        if now < self._next_end:
+            return
+        for session in [name for name, until in self._ends.items() if until <= now]:
+            self.forget(session)
+        self._next_end = min(self._ends.values(), default=math.inf)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sessions.clear()
+        self._ends.clear()
+        self._asked.clear()
+        self._next_end = math.inf
+
 
 BLOCKS_MAX = 1 << 16
 """No tier retains more, however large it is: the list of them is kept in memory and in a file."""
@@ -271,3 +344,152 @@ class RetainedBlocks:
         gone = self.release(PINNED, [key for key in before if key not in blocks])
         self.restore({PINNED: blocks})
         return gone
+
+
+_ASKED_MAX = 1024
+_SLOT_BYTES = 100
+"""About so much takes a slot that stands here."""
+
+
+class RetainingPolicy(EvictionPolicy):
+    """The order of another policy, with exceptions."""
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        retained: Callable[[int], bool],
+        anything: Callable[[], int],
+    ) -> None:
+        """`retained` tells it of a slot, `anything` whether it is so of any."""
+        self._policy = policy
+        self._retained = retained
+        self._anything = anything
+        self._aside: dict[int, None] = {}
+        """Retained slots that the policy has named; not in the policy."""
+        self._first: dict[int, None] = {}
+        """Released slots, in the order in which they go; also in the policy."""
+        self.slots = policy.slots
+
+    @property
+    def active(self) -> bool:
+        """Whether there is any exception."""
+        return bool(self._aside or self._first)
+
+    def resize(self, slots: int) -> None:
+        self._policy.resize(slots)
+        self.slots = self._policy.slots
+
+    def use(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        now: float,
+        after: int = UNKNOWN,
+        ahead: int = 0,
+    ) -> None:
+        if self.active:
+            self._forget(slots)
+            after = UNKNOWN if after in self._aside else after
+        self._policy.use(slots, keys, now, after, ahead)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        for known in (self._aside, self._first):
+            if known:
+                for slot in slots:
+                    known.pop(slot, None)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """These resident slots go before all others, the last one first."""
+        self.give_back(slots)
+        for slot in reversed(slots):
+            if slot in self._policy:
+                self._first[slot] = None
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Nobody retains these any more: they are like others."""
+        mine = [slot for slot in slots if slot in self._aside]
+        for slot in mine:
+            del self._aside[slot]
+        self._policy.load(mine)
+
+    # -- what goes ---------------------------------------------------------------------------
+
+    def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        if not (self.active or self._anything()):
+            return self._policy.victims(count, pinned)
+        first = self._released(count, pinned)
+        left = count - len(first)
+        rest = self._named(left, pinned, set(first)) if left > 0 else []
+        left -= len(rest)
+        return first + rest + (self._set_aside(left, pinned) if left > 0 else [])
+
+    def _released(self, count: int, pinned: Container[int]) -> list[int]:
+        if not self._first:
+            return []
+        for slot in [slot for slot in islice(self._first, max(count, 0)) if self._retained(slot)]:
+            del self._first[slot]
+        free = (slot for slot in self._first if slot not in pinned and not self._retained(slot))
+        return list(islice(free, max(count, 0)))
+
+    def _named(self, count: int, pinned: Container[int], but: set[int]) -> list[int]:
+        """The policy's own victims: what of them is retained is set aside first."""
+        asked = count
+        while True:
+            named = self._policy.victims(asked + len(but), pinned)
+            found = [slot for slot in named if slot not in but]
+            retained = [slot for slot in found if self._retained(slot)]
+            if not retained:
+                return found[:count]
+            self._policy.remove(retained)
+            self._aside.update(dict.fromkeys(retained))
+            asked = max(count, min(2 * asked, _ASKED_MAX))
+
+    def _set_aside(self, count: int, pinned: Container[int]) -> list[int]:
+        """Retained ones: there is nothing else that could go."""
+        return list(islice((slot for slot in self._aside if slot not in pinned), count))
+
+    def evict(self, count: int, pinned: Container[int] = ()) -> list[int]:
+        if not (self.active or self._anything()):
+            return self._policy.evict(count, pinned)
+        first = self._released(count, pinned)
+        self.remove(first)
+        left = count - len(first)
+        if left <= 0:
+            return first
+        self._named(left, pinned, set())
+        found = first + self._policy.evict(left, pinned)
+        if len(found) < count:
+            rest = self._set_aside(count - len(found), pinned)
+            self._forget(rest)
+            found += rest
+        if self._first:
+            self._forget(found)
+        return found
+
+    def chances(self, slots: Sequence[int], seconds: float, now: float) -> Sequence[float]:
+        if not self.active:
+            return self._policy.chances(slots, seconds, now)
+        others = [slot for slot in slots if slot in self._policy]
+        known = dict(zip(others, self._policy.chances(others, seconds, now), strict=True))
+        known |= dict.fromkeys(self._first, 0.0)
+        return [known.get(slot, 1.0) for slot in slots]
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def remove(self, slots: Sequence[int]) -> None:
+        if self.active:
+            self._forget(slots)
+        self._policy.remove(slots)
+
+    def load(self, slots: Sequence[int], last_used: Sequence[float] | None = None) -> None:
+        self._policy.load(slots, last_used)
+
+    def __len__(self) -> int:
+        return len(self._policy) + len(self._aside)
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._aside or slot in self._policy
+
+    @property
+    def nbytes(self) -> int:
+        return self._policy.nbytes + _SLOT_BYTES * (len(self._aside) + len(self._first))

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.wear.dynamic_admission import DynamicAdmission
-from kvtier.core.wear.earned_hits import EarnedHits, kind_of
+from kvtier.chain.admission import DynamicAdmission, EarnedHits, kind_of
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 

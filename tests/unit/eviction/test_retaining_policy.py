@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.core.retained.retaining_policy import RetainingPolicy
 from kvtier.eviction import create_policy, policy_names
+from kvtier.eviction.retention import RetainingPolicy
 
 SLOTS = 12
 

@@ -6,18 +6,21 @@ of it: what is damaged, too large or another's is no list (docs/reference/format
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import stat
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import xxhash
 
-from kvtier.core.retained.retained_blocks import BLOCKS_MAX, PINNED, SESSIONS_MAX, Sessions
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.eviction.retention import BLOCKS_MAX, PINNED, SESSIONS_MAX, RetainedBlocks, Sessions
 from kvtier.record.record import Buffer
 from kvtier.system.disk import Disk, write_all
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
@@ -123,3 +126,74 @@ def write(disk: Disk, path: Path, sessions: Sessions, namespace: bytes) -> None:
     finally:
         disk.close(fd)
     disk.rename(making, path)
+
+
+logger = logging.getLogger(__name__)
+
+_LEAST_S = 0.05
+_SHARE = 50
+"""Writing takes at most one part in so many of the time."""
+_FAILED_S = 60.0
+
+
+class KeptList:
+    """The file of one list. What cannot be read or written is said once, and is no failure."""
+
+    def __init__(
+        self,
+        retained: RetainedBlocks,
+        path: Path,
+        namespace: bytes,
+        disk: Disk,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self._retained = retained
+        self._namespace = namespace
+        self._disk = disk
+        self._clock = clock
+        self._next = 0.0
+        self._failed = False
+
+    def begin(self) -> None:
+        """Retain what an earlier process has retained."""
+        try:
+            self._retained.restore(read(self.path, self._namespace))
+        except (FormatError, OSError) as error:
+            reason = getattr(error, "strerror", None) or error
+            logger.warning("what was retained before is not any more: %s: %s", self.path, reason)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether there is something to write, and it can be written."""
+        return self._retained.changed and not self._failed
+
+    @property
+    def _due(self) -> bool:
+        return self._retained.changed and self._clock() >= self._next
+
+    def write(self, *, at_once: bool = False) -> None:
+        """Write the list if it has changed, not too often, or `at_once`; not for two threads at the
+        same time."""
+        if not (self._retained.changed if at_once else self._due):
+            return
+        began = self._clock()
+        try:
+            sessions = self._retained.take_all()
+            write(self._disk, self.path, sessions, self._namespace)
+        except OSError as error:
+            self._fail(error)
+            return
+        self._failed = False
+        self._next = began + max(_LEAST_S, _SHARE * (self._clock() - began))
+
+    def _fail(self, error: Exception) -> None:
+        self._retained.changed = True
+        self._next = self._clock() + _FAILED_S
+        if not self._failed:
+            logger.warning("what is retained is not kept for the next start: %s", error)
+        self._failed = True
+
+    def close(self) -> None:
+        """Write what has changed; may block."""
+        self.write(at_once=True)

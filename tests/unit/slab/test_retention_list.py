@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.cpu import BACKEND, CpuSettings
-from kvtier.core.retained import kept_file
-from kvtier.core.retained.kept_list import KeptList
-from kvtier.core.retained.retained_blocks import BLOCKS_MAX, RetainedBlocks
 from kvtier.errors import FormatError, NewerFormat
+from kvtier.eviction.retention import BLOCKS_MAX, RetainedBlocks
 from kvtier.interfaces.backend import TierContext
 from kvtier.settings import ByteSize, Capacity
+from kvtier.slab import retention_list
+from kvtier.slab.retention_list import KeptList
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -30,37 +30,37 @@ KEYS = make_keys(8)
 LIST = {"a": {KEYS[0]: 2e9, KEYS[1]: 2e9}, "": {KEYS[0]: math.inf}}
 
 
-def sealed(body: bytes, version: int = kept_file.VERSION) -> bytes:
+def sealed(body: bytes, version: int = retention_list.VERSION) -> bytes:
     """A file with a right checksum, whatever its body is."""
     digest = xxhash.xxh3_64_intdigest(body)
-    return struct.pack("<8sIIQ16s", kept_file.MAGIC, version, len(body), digest, OURS) + body
+    return struct.pack("<8sIIQ16s", retention_list.MAGIC, version, len(body), digest, OURS) + body
 
 
 def test_it_says_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "retained-x.bin"
     (tmp_path / "retained-x.bin.making").write_bytes(b"a writer died")
-    kept_file.write(Disk(), path, LIST, OURS)
-    assert kept_file.read(path, OURS) == LIST
+    retention_list.write(Disk(), path, LIST, OURS)
+    assert retention_list.read(path, OURS) == LIST
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    kept_file.write(Disk(), path, {"a": {}}, OURS)
+    retention_list.write(Disk(), path, {"a": {}}, OURS)
     assert not path.exists()
-    assert kept_file.read(path, OURS) == {}
+    assert retention_list.read(path, OURS) == {}
 
 
 @given(at=st.integers(0, 200), bit=st.integers(0, 7), cut=st.integers(0, 200))
 def test_damage_is_found(at: int, bit: int, cut: int) -> None:
-    data = bytearray(kept_file.encode(LIST, OURS))
+    data = bytearray(retention_list.encode(LIST, OURS))
     data[at % len(data)] ^= 1 << bit
     for broken in (bytes(data), bytes(data[:cut])):
         with pytest.raises(FormatError):
-            kept_file.decode(broken, OURS)
+            retention_list.decode(broken, OURS)
 
 
 @given(body=st.binary(max_size=300))
 def test_what_others_write_with_a_right_checksum_is_no_trap(body: bytes) -> None:
     try:
-        found = kept_file.decode(sealed(body), OURS)
+        found = retention_list.decode(sealed(body), OURS)
     except FormatError:
         return
     assert all(0 < len(key) <= 40 for blocks in found.values() for key in blocks)
@@ -82,25 +82,25 @@ def test_what_others_write_with_a_right_checksum_is_no_trap(body: bytes) -> None
 )
 def test_rows_that_kvtier_does_not_write(rows: object) -> None:
     with pytest.raises(FormatError):
-        kept_file.decode(sealed(msgspec.msgpack.encode(rows)), OURS)
+        retention_list.decode(sealed(msgspec.msgpack.encode(rows)), OURS)
 
 
 def test_it_is_of_one_version_and_one_namespace() -> None:
     with pytest.raises(NewerFormat):
-        kept_file.decode(sealed(b"", kept_file.VERSION + 1), OURS)
+        retention_list.decode(sealed(b"", retention_list.VERSION + 1), OURS)
     with pytest.raises(FormatError, match="another namespace"):
-        kept_file.decode(kept_file.encode(LIST, OURS), b"m" * 16)
+        retention_list.decode(retention_list.encode(LIST, OURS), b"m" * 16)
 
 
 def test_only_ordinary_files_are_read(tmp_path: Path) -> None:
     pipe, folder, link = (tmp_path / name for name in ("pipe", "folder", "link"))
     os.mkfifo(pipe)
     folder.mkdir()
-    kept_file.write(Disk(), tmp_path / "real", LIST, OURS)
+    retention_list.write(Disk(), tmp_path / "real", LIST, OURS)
     link.symlink_to(tmp_path / "real")
     for path in (pipe, folder, link):
         with pytest.raises((FormatError, OSError)):
-            kept_file.read(path, OURS)
+            retention_list.read(path, OURS)
 
 
 class Full(Disk):
@@ -147,7 +147,7 @@ def test_a_list_of_host_memory_lies_beside_it(tmp_path: Path) -> None:
     assert not opened.unwritten
     opened.close()
     (path,) = tmp_path.rglob("retained-retaining.bin")
-    assert kept_file.read(path, NAMESPACE.digest) == {"a": dict.fromkeys(KEYS[:4], math.inf)}
+    assert retention_list.read(path, NAMESPACE.digest) == {"a": dict.fromkeys(KEYS[:4], math.inf)}
 
 
 def test_a_list_that_is_damaged_is_said_and_left(

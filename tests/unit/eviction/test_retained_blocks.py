@@ -6,8 +6,13 @@ import math
 
 import pytest
 
-from kvtier.core.retained.refused_blocks import RefusedBlocks
-from kvtier.core.retained.retained_blocks import PINNED, SESSIONS_MAX, RetainedBlocks, is_session
+from kvtier.eviction.retention import (
+    PINNED,
+    SESSIONS_MAX,
+    RefusedBlocks,
+    RetainedBlocks,
+    is_session,
+)
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey
 

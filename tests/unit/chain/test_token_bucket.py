@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.wear.token_bucket import TokenBucket
+from kvtier.interfaces.write_budget import TokenBucket
 
 RATE, BURST = 10.0, 3600.0
 
