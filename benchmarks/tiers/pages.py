@@ -51,7 +51,8 @@ class Slots:
     def __init__(self, payload: int, count: int, spare: int = 0) -> None:
         self.payload = payload
         self.namespace = namespace_of(payload)
-        size = (count + spare + 1) * (record_bytes(payload) + 64) + 16384
+        # A quarter more: each of its slabs has a table, and all are equally large.
+        size = (count + spare + 1) * (record_bytes(payload) + 64) * 5 // 4 + (1 << 20)
         self.tier, handler = open_tier("cpu", payload, size, name="benchmark", eviction="lru")
         assert isinstance(handler, RegionHandler)
         self.handler = handler
