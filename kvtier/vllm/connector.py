@@ -16,7 +16,6 @@ from typing import Any
 import vllm
 
 from kvtier.config import StackConfig
-from kvtier.settings import Persistence
 from kvtier.system.calls import WaitBound
 from kvtier.types import Namespace
 from kvtier.vllm import deferrals, metrics, unsupported_modes
@@ -29,7 +28,7 @@ from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.settings import SPEC, read_flag, settle, unread, write_namespace
+from kvtier.vllm.settings import SPEC, hash_warning, read_flag, settle, unread, write_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +124,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def _introduce(vllm_config: Any, kv_cache_config: Any, stack: StackConfig) -> None:
         """State which engine this is, before the scheduler's side is built."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        persistent = any(
-            getattr(tier, "persistence", Persistence.KEEP) is Persistence.KEEP
-            for tier in stack.tiers
-        )
-        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        warning = namespace_facts.check_hash(algorithm, persistent=persistent)
+        warning = hash_warning(vllm_config, stack)
         limits = unsupported_modes.warnings(vllm_config)
         for each in (*unread(extra), *([warning] if warning else ()), *limits):
             logger.warning("%s", each)

@@ -30,10 +30,8 @@ from kvtier.device.cpu import CpuCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.records import RankRecords
 from kvtier.errors import ConfigError
-from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.interfaces.mover import TransferKind
-from kvtier.settings import Persistence
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
 from kvtier.vllm import unsupported_modes
@@ -42,6 +40,7 @@ from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, tiering
 from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
 from kvtier.vllm.identity.prompts import salted
+from kvtier.vllm.settings import check_first_tier, engine_name, hash_warning
 
 logger = logging.getLogger(__name__)
 
@@ -86,23 +85,27 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         warn_if_untested(vllm.__version__)
         read = stack_config.load(stack)
         namespace = _namespace(offloading_spec, self.block_size_bytes, read, weights)
-        parallel = offloading_spec.config.parallel
-        several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
         self._load_seconds = max(tier.load_deadline.seconds for tier in read.tiers)
         self._stack = Stack.open(
             read,
             namespace,
             serving=True,
-            engine=f"{read.name}-dp{parallel.data_parallel_index}" if several else None,
+            engine=engine_name(read, offloading_spec.config.parallel),
         )
         self._chain = self._stack.chain
-        self._copier = self._open_copier(primary_kv_view)
+        try:
+            self._copier = self._open_copier(primary_kv_view)
+        except BaseException:
+            self._stack.close()
+            raise
         self._lock = threading.RLock()
         self._jobs: dict[int, _Job] = {}
         self._finished: list[Any] = []
         self._failed: dict[str, set[bytes]] = {}
         """What a request asks for no more: its load has failed once."""
         self._epoch = b""
+        self._stale = False
+        """Other weights were read, and vLLM's own caches may have blocks of those before."""
         self._stepped = 0.0
         self._closed = threading.Event()
         self._idle = threading.Thread(target=self._poll_idle, name="kvtier-idle", daemon=True)
@@ -126,7 +129,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
     @guarded(lambda: interfaces.LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         results = interfaces.LookupResult
-        if key in self._failed.get(req_context.req_id, ()):
+        if self._stale or key in self._failed.get(req_context.req_id, ()):
             return results.MISS
         with self._lock:
             self._stepped = time.monotonic()
@@ -150,8 +153,16 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
 
     def _submit(self, asked: Any, kind: TransferKind) -> None:
         with self._lock:
-            if not self._begin(asked, kind):
+            if not self._begin(asked, kind) and not self._abandon(asked.job_id):
                 self._finish(asked.job_id, ok=False)
+
+    @guarded(lambda: False)
+    def _abandon(self, number: int) -> bool:
+        """End a job that the copier did not take; says whether it had begun."""
+        if number not in self._jobs:
+            return False
+        self._end(number, dict.fromkeys(self._jobs[number].reserved, Outcome.DROPPED), ok=False)
+        return True
 
     @guarded(lambda: False)
     def _begin(self, asked: Any, kind: TransferKind) -> bool:
@@ -163,7 +174,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         job = _Job(dict(zip(known, keys, strict=True)), request, [])
         deadline = now + self._load_seconds
         if kind is TransferKind.STORE:
-            reservation = self._chain.prepare_store(list(chunks))
+            reservation = self._chain.prepare_store([] if self._stale else list(chunks))
             job.reserved, spec = reservation.keys, reservation.spec
         else:
             job.ticket = self._chain.begin_load(list(chunks), request, deadline, proves=True)
@@ -191,17 +202,18 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
             finished, self._finished = self._finished, []
         return finished
 
-    @guarded(lambda: None)
     def _collect(self) -> None:
         for result in self._copier.poll():
-            failed = {
-                key: outcome
-                for key, outcome in zip(
-                    self._jobs[result.id].reserved, result.outcomes, strict=True
-                )
-                if not outcome.ok
-            }
-            self._end(result.id, failed, ok=not failed, result=result)
+            if not self._take(result):
+                self._finish(result.id, ok=False)
+
+    @guarded(lambda: False)
+    def _take(self, result: CopyResult) -> bool:
+        reserved = self._jobs[result.id].reserved
+        outcomes = zip(reserved, result.outcomes, strict=True)
+        failed = {key: outcome for key, outcome in outcomes if not outcome.ok}
+        self._end(result.id, failed, ok=not failed, result=result)
+        return True
 
     def _end(
         self,
@@ -281,20 +293,23 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def weights_changed(self) -> None:
-        """The workers were called to take other weights: nothing stored so far is served any more,
-        and later blocks are for this run only."""
+        """The workers were called to take other weights: nothing stored so far is served any more.
+        Until vLLM resets its own caches, what it hands over may be of the weights before; later
+        blocks are for this run only."""
         with self._lock:
-            self._epoch = os.urandom(16)
+            self._stale, self._epoch = True, os.urandom(16)
             self._chain.clear()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
+        """vLLM resets its caches, and calls this for nothing else."""
         with self._lock:
             under_way = list(self._jobs)
         self._copier.wait(under_way)
         with self._lock:
             self._collect()
+            self._stale = False
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
@@ -316,11 +331,7 @@ def _namespace(
     would be wrong, or of which they do not tell enough."""
     vllm_config, kv_cache_config = config.under_construction()
     _refuse(vllm_config, kv_cache_config, stack)
-    persistent = any(
-        getattr(tier, "persistence", Persistence.KEEP) is Persistence.KEEP for tier in stack.tiers
-    )
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if warning := namespace_facts.check_hash(algorithm, persistent=persistent):
+    if warning := hash_warning(vllm_config, stack):
         logger.warning("%s", warning)
     tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
     facts = namespace_facts.facts_of(vllm_config, spec.blocks_per_chunk, weights, tokens)
@@ -349,9 +360,4 @@ def _refuse(vllm_config: Any, kv_cache_config: Any, stack: stack_config.StackCon
             "this one keeps windows or states, of which vLLM may hand a tier incomplete chunks",
             instead,
         )
-    if not backend(stack.tiers[0].kind).mapped:
-        raise ConfigError(
-            "$.tiers[0].kind",
-            f"is {stack.tiers[0].kind}, and blocks pass through CPU memory",
-            "put a small tier of kind cpu first",
-        )
+    check_first_tier(stack)

@@ -17,7 +17,10 @@ import msgspec
 
 from kvtier import config as stack_config
 from kvtier.errors import ConfigError
+from kvtier.interfaces.backend import backend
+from kvtier.settings import Persistence
 from kvtier.types import Namespace
+from kvtier.vllm.identity import namespace_facts
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,34 @@ def read_stack(extra: MutableMapping[str, Any]) -> stack_config.StackConfig:
         )
     extra[_STACK] = stack_config.load(source)
     return read_stack(extra)
+
+
+def check_first_tier(stack: stack_config.StackConfig) -> None:
+    """Refuse a stack whose first tier the engine's memory cannot be copied to and from."""
+    first = stack.tiers[0].kind
+    if not backend(first).mapped:
+        raise ConfigError(
+            "$.tiers[0].kind",
+            f"is {first}, which the engine's workers cannot reach",
+            "put a tier of kind cpu first",
+        )
+
+
+def engine_name(stack: stack_config.StackConfig, parallel: Any) -> str | None:
+    """The name of a data-parallel rank's engine; None for the stack's own."""
+    index = parallel.data_parallel_index
+    # Of a dense model each rank is told that there is no other; its index it keeps.
+    several = parallel.data_parallel_size > 1 or index > 0
+    return f"{stack.name}-dp{index}" if several else None
+
+
+def hash_warning(vllm_config: Any, stack: stack_config.StackConfig) -> str | None:
+    """A warning about the hash algorithm; raises ConfigError where nothing kept would be found."""
+    persistent = any(
+        getattr(tier, "persistence", Persistence.KEEP) is Persistence.KEEP for tier in stack.tiers
+    )
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    return namespace_facts.check_hash(algorithm, persistent=persistent)
 
 
 def write_namespace(extra: dict[str, Any], namespace: Namespace) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
-from kvtier.errors import ConfigError
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
@@ -33,7 +32,13 @@ from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
 from kvtier.vllm.protocol import Report, WorkerJob
-from kvtier.vllm.settings import read_engine, read_namespace, read_stack
+from kvtier.vllm.settings import (
+    check_first_tier,
+    engine_name,
+    read_engine,
+    read_namespace,
+    read_stack,
+)
 from kvtier.vllm.worker import RankShare, RankWorker
 
 logger = logging.getLogger(__name__)
@@ -55,16 +60,8 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> Any:
         config = self.config
         stack = read_stack(self.extra_config)
-        if not backend(stack.tiers[0].kind).mapped:
-            raise ConfigError(
-                "$.tiers[0].kind",
-                f"is {stack.tiers[0].kind}, which the engine's workers cannot reach",
-                "put a tier of kind cpu first",
-            )
+        check_first_tier(stack)
         namespace = read_namespace(self.extra_config)
-        index = config.parallel.data_parallel_index
-        # Of a dense model each rank is told that there is no other; its index it keeps.
-        shared = config.parallel.data_parallel_size > 1 or index > 0
         ranks = config.parallel.world_size
         costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
@@ -72,7 +69,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             namespace,
             serving=True,
             costs=costs,
-            engine=f"{stack.name}-dp{index}" if shared else None,
+            engine=engine_name(stack, config.parallel),
             near=self._near,
         )
         assert isinstance(opened.host, RegionHandler)

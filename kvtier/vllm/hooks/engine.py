@@ -24,7 +24,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -88,16 +88,18 @@ def connectors_of(core: Any) -> Iterator[Any]:
 
 
 def _connectors(scheduler: Any) -> Iterator[Any]:
+    return (each for each in _all_connectors(scheduler) if hasattr(each, "weights_changed"))
+
+
+def _all_connectors(scheduler: Any) -> Iterable[Any]:
     connector = getattr(scheduler, "connector", None)
-    for each in getattr(connector, "sub_connectors", [connector]):
-        if hasattr(each, "weights_changed"):
-            yield each
+    found: Iterable[Any] = getattr(connector, "sub_connectors", [connector])
+    return found
 
 
 def secondary_tiers_of(core: Any) -> Iterator[Any]:
     """kvtier's tiers below vLLM's own CPU tier, of an engine core."""
-    connector = getattr(getattr(core, "scheduler", None), "connector", None)
-    for each in getattr(connector, "sub_connectors", [connector]):
+    for each in _all_connectors(getattr(core, "scheduler", None)):
         manager = getattr(getattr(each, "connector_scheduler", None), "manager", None)
         for tier in getattr(manager, "secondary_tiers", ()):
             if hasattr(tier, "weights_changed"):
