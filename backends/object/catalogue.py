@@ -18,7 +18,7 @@ from kvtier.backends.object.manifests.block_rows import Rows
 from kvtier.backends.object.object_names import ObjectKey, block_name
 from kvtier.eviction import EvictionPolicy
 from kvtier.slab.catalogue import SlabTier
-from kvtier.types import BlockKey, EventKind
+from kvtier.types import BlockKey, EventKind, Fate
 
 _ROWS_AT_ONCE = 512
 """So many updated blocks are taken in by one call."""
@@ -176,6 +176,7 @@ class ObjectCatalogue(SlabTier):
                 and self._times[slot] <= at
             ):
                 gone.append(key)
+        self._losses.add(gone, Fate.ELSEWHERE)
         self._forget_deleted(gone)
 
     def _forget_deleted(self, keys: Sequence[BlockKey]) -> None:
@@ -206,6 +207,7 @@ class ObjectCatalogue(SlabTier):
             self._surplus -= sum(self._sizes[slot] for slot in slots)
             keys = [self._key_at(slot) for slot in slots]
             self._drop(keys)
+            self._losses.add(keys, Fate.FOR_CAPACITY)
             self._stats.evicted += len(keys)
 
     # -- handles ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
+from kvtier.errors import KVTierError
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
@@ -31,6 +32,7 @@ from kvtier.vllm.hooks.worker import WorkerJobSpec
 from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
+from kvtier.vllm.miss_socket import MissSocket
 from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import (
     check_first_tier,
@@ -135,6 +137,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._unidentified = set[str]()
         """Requests with adapters whose files are being looked at."""
         self._next_poll = 0.0
+        self._miss_socket = _explain_misses(manager)
         self.has_events = False
         """Whether something may have changed in the tiers since their events were taken."""
         self._incomplete: Incomplete = lambda _keys, _context: set()
@@ -313,4 +316,18 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         self._adapters.close()
+        if self._miss_socket is not None:
+            self._miss_socket.close()
         self._manager.close()
+
+
+def _explain_misses(manager: ChainManager) -> MissSocket | None:
+    """Be ready for who asks why a request missed; an engine goes on without."""
+    if manager.misses is None:
+        return None
+    manager.other_namespaces.start()
+    try:
+        return MissSocket(manager.stack.config.name, manager.misses)
+    except (KVTierError, OSError) as error:
+        logger.warning("kvtier explain --request cannot ask this engine: %s", error)
+        return None
