@@ -80,7 +80,8 @@ class MissSocket:
         if asked == LAST:
             return [each for each in known if each.request == known[-1].request]
         # vLLM adds to the name that its clients know.
-        return [each for each in known if each.request.startswith(asked)][-_TOLD_MAX:]
+        found = [each for each in known if f"{each.request}-".startswith(f"{asked}-")]
+        return found[-_TOLD_MAX:]
 
     def close(self) -> None:
         """Answer nobody any more."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
+import re
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, Fate, MissReason, Namespace, Outcome
 from kvtier.vllm.identity.prompts import Prompt, chunk_keys
 from kvtier.vllm.manager import ChainManager
+from kvtier.vllm.miss_socket import LAST, MissSocket, ask_engines
 from kvtier.vllm.misses import KEPT, Miss, PromptFacts
 from kvtier.vllm.protocol import Report
 
@@ -65,19 +68,19 @@ class Serving:
         costs: CostModel | None = None,
         namespace: Namespace = NAMESPACE,
         shapes: Sequence[Shape] = (FULL,),
-        misses: str = "explain",
+        engine: str = "unit",
+        slots: int = 65,
     ) -> None:
-        cpu = {"kind": "cpu", "path": str(folder), "name": name, "capacity": 65 * SLOT}
+        cpu = {"kind": "cpu", "path": str(folder), "name": name, "capacity": slots * SLOT}
         config = {
             "version": 1,
             "name": "unit",
             "mover": {"mode": "threads"},
-            "misses": misses,
             "prefetch": {"waiting": False, "warmup_share": 0.0},
             "rates": {"keep": False},
             "tiers": [cpu | {"eviction": "lru"}, *(tier | {"eviction": "lru"} for tier in tiers)],
         }
-        self.stack = Stack.open(config, namespace, serving=True, costs=costs)
+        self.stack = Stack.open(config, namespace, serving=True, costs=costs, engine=engine)
         self.chain = self.stack.chain
         self.clock = costs._clock if costs else Clock()
         self.manager = ChainManager(
@@ -121,7 +124,7 @@ class Serving:
             self.clock.now += 1000.0
             self.manager.step_began(0, 0)
             assert self.manager.give_up() == job.number
-        failures = {} if fails.ok else {at: fails for at in range(len(hits))}
+        failures = {} if fails.ok else dict.fromkeys(range(len(hits)), fails)
         self.manager.report(job.number, Report(1, failures))
 
     def store(self, *prompts: Asked) -> None:
@@ -181,9 +184,18 @@ class Injector:
 
     def never_computed(self) -> Injected:
         serving = self.serving("new", nvme(self.folder, "new"))
+
+        def from_there_on(asked: Asked, known: int) -> Miss:
+            miss = serving.ask(asked)
+            assert (miss.token, miss.missed_tokens) == (known, len(asked.tokens) - 1 - known)
+            return miss
+
         while True:
-            asked = self.prompt(self.random.randint(1, 4))
-            yield MissReason.NOT_COMPUTED, "", lambda: serving.ask(asked)
+            chunks = self.random.randint(1, 4)
+            asked, known = self.prompt(chunks), CHUNK * self.random.randrange(chunks)
+            if known:
+                serving.store(Asked(asked.tokens[:known]))
+            yield MissReason.NOT_COMPUTED, "", partial(from_there_on, asked, known)
 
     def evicted(self) -> Injected:
         tiers = nvme(self.folder, "evicted", 128), bucket(self.folder, "evicted")
@@ -198,7 +210,7 @@ class Injector:
             computed += [each for each in some if all(map(all, serving.held(each)))]
             while computed and not any(map(any, serving.held(computed[0]))):
                 asked = computed.pop(0)
-                yield MissReason.EVICTED, "evicted from", lambda asked=asked: serving.ask(asked)
+                yield MissReason.EVICTED, "evicted from", partial(serving.ask, asked)
 
     def not_admitted(self) -> Injected:
         serving = self.serving("touch", nvme(self.folder, "touch", admission="second_touch"))
@@ -213,17 +225,50 @@ class Injector:
 
     def queue_full(self) -> Injected:
         serving = self.serving("queue", nvme(self.folder, "queue", queue_blocks=1))
-        allowance = serving.chain.tiers[1]
-        assert allowance is not None
         while True:
             asked = self.prompts(60)
-            keys = [key for each in asked for key in serving.keys(each)]
-            taken = serving.chain.prepare_store(keys)  # in one go, as an engine's step does
-            serving.stack._write(taken, {k: payload(k, NAMESPACE) for k in keys}, set())
-            serving.chain.complete_store(taken.keys)
+            self._at_once(serving, asked)
             assert serving.stack.settle()
             serving.store(*self.prompts(64))
             yield from self._gone(serving, asked, "too many blocks waited")
+
+    def evicted_elsewhere(self) -> Injected:
+        """By another engine of the machine, whose blocks were hits for this one."""
+        ours, theirs = (
+            self.serving("machine", engine=engine, slots=400) for engine in ("ours", "theirs")
+        )
+        memories = [each.chain.tiers[0] for each in (theirs, ours)]
+        while not memories[0].has_room:
+            for each in memories:
+                each.refresh()
+        while True:
+            asked = self.prompts(32)
+            theirs.store(*asked)
+            ours.chain.tiers[0].refresh()
+            assert [ours.held(each) for each in asked] == [[[True]]] * len(asked)
+            while any(map(any, ours.held(asked[-1]))):
+                theirs.store(*self.prompts(64))
+                ours.chain.tiers[0].refresh()
+            ours.chain.poll()
+            for each in asked:
+                yield MissReason.EVICTED, "by the other engine", partial(ours.ask, each)
+
+    def too_late(self) -> Injected:
+        """Evicted in the very step in which it would have been written below."""
+        serving = self.serving("on_evict", nvme(self.folder, "on", write="on_evict"))
+        while True:
+            asked = self.prompts(60)
+            self._at_once(serving, asked)
+            self._at_once(serving, self.prompts(64))
+            assert serving.stack.settle()
+            yield from self._gone(serving, asked, "before its turn came")
+
+    def _at_once(self, serving: Serving, prompts: list[Asked]) -> None:
+        """Store in one go, as an engine's step does."""
+        keys = [key for each in prompts for key in serving.keys(each)]
+        taken = serving.chain.prepare_store(keys)
+        serving.stack._write(taken, {key: payload(key, NAMESPACE) for key in keys}, set())
+        serving.chain.complete_store(taken.keys)
 
     def _left_alone(self, serving: Serving, told: str) -> Injected:
         """Prompts that were stored in host memory alone, and evicted there."""
@@ -238,7 +283,7 @@ class Injector:
     def _gone(serving: Serving, prompts: list[Asked], told: str) -> Injected:
         for asked in prompts:
             if not any(map(any, serving.held(asked))):
-                yield MissReason.NOT_WRITTEN, told, lambda asked=asked: serving.ask(asked)
+                yield MissReason.NOT_WRITTEN, told, partial(serving.ask, asked)
 
     def removed(self) -> Injected:
         serving = self.serving("removed", nvme(self.folder, "removed"))
@@ -246,7 +291,7 @@ class Injector:
             asked = self.prompt()
             serving.computed(asked)
             serving.chain.forget(serving.keys(asked))
-            yield MissReason.REMOVED, "by a command", lambda: serving.ask(asked)
+            yield MissReason.REMOVED, "by a command", partial(serving.ask, asked)
 
     def reset(self) -> Injected:
         serving = self.serving("reset", nvme(self.folder, "reset"))
@@ -256,7 +301,7 @@ class Injector:
                 serving.ask(each)
             serving.manager.reset()
             for asked in some:
-                yield MissReason.RESET, "", lambda asked=asked: serving.ask(asked)
+                yield MissReason.RESET, "", partial(serving.ask, asked)
 
     def failed(self) -> Injected:
         """Loads that fail: of the request itself, and, if a block was bad, of the next one."""
@@ -271,11 +316,11 @@ class Injector:
             asked = self.prompt()
             serving.store(asked)
             why = kinds[outcome]
-            yield why, outcome.value, lambda: serving.ask(asked, fails=outcome)
+            yield why, outcome.value, partial(serving.ask, asked, fails=outcome)
             if outcome is Outcome.CORRUPT:
                 serving.stack.settle()
                 serving.chain.tiers[1].forget(serving.keys(asked))
-                yield why, "its header or checksum", lambda: serving.ask(asked)
+                yield why, "its header or checksum", partial(serving.ask, asked)
 
     def late(self) -> Injected:
         """Loads from a disk that the engine does not wait for any longer."""
@@ -288,7 +333,7 @@ class Injector:
             serving.stack.settle()
             serving.chain.tiers[0].forget(serving.keys(asked))
             late = {"fails": Outcome.CANCELLED, "given_up": True}
-            yield MissReason.LOAD_LATE, "", lambda: serving.ask(asked, **late)
+            yield MissReason.LOAD_LATE, "", partial(serving.ask, asked, **late)
 
     def declined(self) -> Injected:
         costs = CostModel(clock=Clock())
@@ -303,7 +348,7 @@ class Injector:
             for each in asked:
                 serving.chain.tiers[0].forget(serving.keys(each))
             for each in asked:
-                yield MissReason.DECLINED, "computing: ", lambda each=each: serving.ask(each)
+                yield MissReason.DECLINED, "computing: ", partial(serving.ask, each)
 
     def no_room(self) -> Injected:
         serving = self.serving("room", nvme(self.folder, "room"))
@@ -317,7 +362,11 @@ class Injector:
                 if serving.held(each)[0] == [True]:
                     serving.chain.begin_load(serving.keys(each), "reader", float("inf"))
             for each in below:
-                yield MissReason.NO_ROOM, "", lambda each=each: serving.ask(each)
+                yield MissReason.NO_ROOM, "", partial(serving.ask, each)
+            for each in self.prompts(8):
+                if not serving.chain.prepare_store(serving.keys(each)).keys:
+                    told = "not written to cpu"
+                    yield MissReason.NOT_WRITTEN, told, partial(serving.ask, each)
             for ticket in list(serving.chain._ledger._tickets):
                 serving.chain.end_load(ticket)
 
@@ -333,7 +382,7 @@ class Injector:
             for _ in range(3):
                 context.loads.observe(1, [Outcome.TIMEOUT], context.clock())
             for each in asked:
-                yield MissReason.UNREACHABLE, "nvme", lambda each=each: serving.ask(each)
+                yield MissReason.UNREACHABLE, "nvme", partial(serving.ask, each)
             context.loads.observe(1, [Outcome.OK], context.clock())
 
     def not_stored(self) -> Injected:
@@ -342,9 +391,9 @@ class Injector:
         while True:
             asked = self.prompt()
             serving.ask(asked)
-            yield MissReason.NOT_STORED, "computed before", lambda: serving.ask(asked)
+            yield MissReason.NOT_STORED, "computed before", partial(serving.ask, asked)
             reserved = serving.chain.prepare_store(serving.keys(asked))
-            yield MissReason.NOT_STORED, "", lambda: serving.ask(asked)
+            yield MissReason.NOT_STORED, "", partial(serving.ask, asked)
             serving.chain.complete_store(
                 reserved.keys, dict.fromkeys(reserved.keys, Outcome.CANCELLED)
             )
@@ -361,7 +410,7 @@ class Injector:
                 asked = Asked(plain.tokens, **word)
                 other = before.get("adapter", "") != word.get("adapter", "")
                 why = MissReason.OTHER_ADAPTER if other else MissReason.OTHER_SALT
-                yield why, "", lambda asked=asked: serving.ask(asked)
+                yield why, "", partial(serving.ask, asked)
                 before = word
 
     def other_namespace(self) -> Injected:
@@ -375,14 +424,14 @@ class Injector:
             serving.manager.other_namespaces.look()
             for each in asked:
                 told = "dtype: float16 here, bfloat16 there"
-                yield MissReason.OTHER_NAMESPACE, told, lambda each=each: serving.ask(each)
+                yield MissReason.OTHER_NAMESPACE, told, partial(serving.ask, each)
 
     def untrusted(self) -> Injected:
         serving = self.serving("untrusted", nvme(self.folder, "untrusted"))
         while True:
             asked = self.prompt()
             serving.store(asked)
-            yield MissReason.UNTRUSTED, "", lambda: serving.ask(asked, salt=None)
+            yield MissReason.UNTRUSTED, "", partial(serving.ask, asked, salt=None)
 
     def no_state(self) -> Injected:
         """All layers but those with states are kept at a token."""
@@ -391,11 +440,20 @@ class Injector:
             asked = self.prompt()
             full, _ = serving.keys(asked)
             serving.stack.store({full: payload(full, HYBRID)})
-            yield MissReason.NO_STATE, "", lambda: serving.ask(asked)
+            yield MissReason.NO_STATE, "", partial(serving.ask, asked)
 
     KINDS = (
         *[(never_computed, 24), (evicted, 16), (not_admitted, 7), (over_budget, 6)],
-        *[(queue_full, 5), (removed, 5), (reset, 5), (failed, 6), (late, 3), (declined, 6)],
+        *[
+            (evicted_elsewhere, 3),
+            (too_late, 3),
+            (queue_full, 5),
+            (removed, 5),
+            (reset, 5),
+            (failed, 6),
+            (late, 3),
+            (declined, 6),
+        ],
         *[(no_room, 2), (unreachable, 3), (not_stored, 3), (other_words, 8)],
         *[(other_namespace, 4), (untrusted, 2), (no_state, 2)],
     )
@@ -415,6 +473,110 @@ def test_injected_misses_are_named_right(tmp_path: Path, count: int) -> None:
             named[reason.label] += 1
             if miss.reason != reason.label or told not in miss.detail:
                 wrong[reason.label, f"{miss.reason} ({miss.detail})"[:60]] += 1
-    print(named.most_common(), wrong.most_common(), file=sys.stderr)
+    print(f"{wrong.total()} of {count} wrong; {named.most_common()}")
     assert len(named) == len(MissReason)
-    assert sum(wrong.values()) <= count // 100, wrong.most_common()
+    assert wrong.total() <= count // 100, wrong.most_common()
+
+
+def test_the_oldest_facts_are_forgotten_first_and_nothing_else() -> None:
+    numbers = np.random.default_rng(7)
+    ring, rows = HashRing(1 << 10), 1 << 10
+    before = ring.nbytes
+    added: list[tuple[int, int]] = []
+    for number in range(300):
+        hashes = numbers.integers(0, 1 << 64, numbers.integers(1, 40), np.uint64)
+        ring.add(hashes, number, float(number))
+        added += [(one, number) for one in hashes.tolist()]
+    assert ring.nbytes == before
+    assert ring.since == pytest.approx(added[-rows][1], abs=1)
+    for one, number in added[-rows:]:
+        assert list(ring.find(one)) == [(number, float(number))]
+    assert not any(list(ring.find(one)) for one, _ in added[:-rows])
+    ring.add(np.array([added[-1][0]] * 3, np.uint64), 400, 400.0)
+    facts = [fact for fact, _ in ring.find(added[-1][0])]
+    assert facts == [400, 400, 400, 299], "the newest first, also of one batch"
+    more = np.arange(5 * rows, dtype=np.uint64) << np.uint64(32)  # one bucket
+    ring.add(more, 500, 500.0)
+    assert [list(ring.find(int(one))) for one in more[-rows:]] == [[(500, 500.0)]] * rows
+
+
+def test_a_ledger_is_as_large_as_its_tiers_need_and_no_larger() -> None:
+    sizes = [MissLedger(blocks).nbytes for blocks in (0, 1 << 13, 1 << 16, 1 << 30)]
+    assert sizes == [18 << 14, 18 << 14, 18 << 17, 18 << 19]
+    ledger = MissLedger(0)
+    ledger.on = False
+    ledger.note(0, [BlockKey(b"a")], Fate.REMOVED)
+    assert not list(ledger.history(BlockKey(b"a")))
+
+
+@pytest.mark.parametrize(
+    ("history", "fate", "besides"),
+    [
+        ([], None, None),
+        ([("EVICTED", 0)], ("EVICTED", 0), None),
+        ([("EVICTED", 1), ("EVICTED", 0)], ("EVICTED", 1), None),
+        ([("EVICTED", 0), ("FULL", 1)], ("FULL", 1), ("EVICTED", 0)),
+        ([("FULL", 1), ("EVICTED", 0)], ("FULL", 1), ("EVICTED", 0)),
+        ([("EVICTED", 0), ("EVICTED", 1), ("FULL", 1)], ("EVICTED", 0), None),
+        ([("EVICTED", 1), ("FULL", 1), ("EVICTED", 0)], ("EVICTED", 1), None),
+        ([("EVICTED", 0), ("FULL", 1), ("EVICTED", 1)], ("FULL", 1), ("EVICTED", 0)),
+        ([("CORRUPT", 0), ("FULL", 1)], ("CORRUPT", 0), None),
+        ([("FULL", 0)], ("FULL", 0), None),
+    ],
+)
+def test_of_a_block_s_history_that_counts_without_which_it_would_be_there(
+    history: list[tuple[str, int]],
+    fate: tuple[str, int] | None,
+    besides: tuple[str, int] | None,
+) -> None:
+    def past(name: str, tier: int, ago: float) -> Past:
+        return Past(Fate["FOR_STORE" if name == "EVICTED" else name], tier, ago)
+
+    found = last_loss(past(*each, float(ago)) for ago, each in enumerate(history))
+    told = [each and (each.fate, each.tier) for each in found or (None, None)]
+    wanted = [each and past(*each, 0.0)[:2] for each in (fate, besides)]
+    assert told == wanted
+
+
+def test_what_was_explained_is_answered_by_a_socket_of_this_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    serving = Serving(tmp_path, "socket")
+    misses = serving.manager.misses
+    assert misses is not None
+    asked = [Asked([number] * (CHUNK + 1)) for number in range(KEPT + 5)]
+    left = tmp_path / "kvtier" / "1-0.explain"
+    left.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(left))
+    answering = MissSocket("unit", misses)
+    assert not left.exists(), "of an engine that was killed"
+    (path,) = left.parent.iterdir()
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert [each.misses for each in ask_engines(LAST)] == [[]]
+    for each in asked:
+        serving.ask(each)
+    assert len(misses.latest) == KEPT
+    serving.number = 6
+    failing = asked[0]
+    serving.store(failing)
+    serving.ask(failing, fails=Outcome.IO_ERROR)
+    (answer,) = ask_engines("r7")
+    assert [each.request for each in answer.misses] == ["r7"] * 2, "asked for, and failed"
+    (answer,) = ask_engines(LAST)
+    assert [each.reason for each in answer.misses[-2:]] == ["", "load_failed"]
+    assert ask_engines("nobody")[0].misses == []
+    path.parent.chmod(0o755)
+    assert ask_engines(LAST) == [], "others may have put it there"
+    path.parent.chmod(0o700)
+    answering.close()
+    assert ask_engines(LAST) == []
+    assert list(left.parent.iterdir()) == []
+    serving.close()
+
+
+def test_the_guide_has_each_reason() -> None:
+    page = (Path(__file__).parents[3] / "docs/guides/misses.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.M)
+    assert rows == [(each.label, each.sentence) for each in MissReason]
