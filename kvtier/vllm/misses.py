@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -136,9 +135,9 @@ class PromptMemory:
 
 def _digests(tokens: Sequence[int], step: int, stop: int) -> list[int]:
     """A digest of all tokens up to the end of each chunk."""
-    data, digest, found = array("i", tokens[:stop]), xxhash.xxh3_64(), []
-    for start in range(0, len(data) - step + 1, step):
-        digest.update(data[start : start + step])
+    digest, found = xxhash.xxh3_64(), []
+    for end in range(step, min(stop, len(tokens)) + 1, step):
+        digest.update(msgspec.msgpack.encode(tokens[end - step : end]))
         found.append(digest.intdigest())
     return found
 

@@ -70,12 +70,14 @@ class Serving:
         shapes: Sequence[Shape] = (FULL,),
         engine: str = "unit",
         slots: int = 65,
+        misses: str = "explain",
     ) -> None:
         cpu = {"kind": "cpu", "path": str(folder), "name": name, "capacity": slots * SLOT}
         config = {
             "version": 1,
             "name": "unit",
             "mover": {"mode": "threads"},
+            "misses": misses,
             "prefetch": {"waiting": False, "warmup_share": 0.0},
             "rates": {"keep": False},
             "tiers": [cpu | {"eviction": "lru"}, *(tier | {"eviction": "lru"} for tier in tiers)],
@@ -574,6 +576,29 @@ def test_what_was_explained_is_answered_by_a_socket_of_this_user_s(
     assert ask_engines(LAST) == []
     assert list(left.parent.iterdir()) == []
     serving.close()
+
+
+def test_each_miss_is_logged_if_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvtier.vllm.misses")
+    for misses, lines in (("explain", 0), ("log", 1)):
+        caplog.clear()
+        serving = Serving(tmp_path, misses, misses=misses)
+        serving.ask(Asked([1] * (2 * CHUNK + 3)))
+        serving.close()
+        said = [each.message for each in caplog.records if each.name == "kvtier.vllm.misses"]
+        assert (
+            said
+            == [
+                "request r1: 0 of 35 tokens found (0 by vLLM itself, 0 in the tiers); 32 missed from "
+                "there on: nothing shows that it was ever computed here"
+            ]
+            * lines
+        )
+    ignoring = Serving(tmp_path, "ignored", misses="ignore")
+    assert ignoring.manager.misses is None
+    ignoring.close()
 
 
 def test_the_guide_has_each_reason() -> None:
