@@ -588,14 +588,10 @@ def test_each_miss_is_logged_if_that_is_asked_for(
         serving.ask(Asked([1] * (2 * CHUNK + 3)))
         serving.close()
         said = [each.message for each in caplog.records if each.name == "kvtier.vllm.misses"]
-        assert (
-            said
-            == [
-                "request r1: 0 of 35 tokens found (0 by vLLM itself, 0 in the tiers); 32 missed from "
-                "there on: nothing shows that it was ever computed here"
-            ]
-            * lines
-        )
+        assert len(said) == lines
+        for each in said:
+            assert each.startswith("request r1: 0 of 35 tokens found (0 by vLLM itself, 0 in the")
+            assert each.endswith("; 32 missed from there on: " + MissReason.NOT_COMPUTED.sentence)
     ignoring = Serving(tmp_path, "ignored", misses="ignore")
     assert ignoring.manager.misses is None
     ignoring.close()
