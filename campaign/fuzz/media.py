@@ -15,7 +15,7 @@ import xxhash
 from campaign.damage.specimens import BLOCKS, NAMESPACE
 from campaign.fuzz.harness import Target
 from kvtier.backends.nvme.drives import parse as parse_counters
-from kvtier.backends.nvme.wear import Entry, WriteLedger, pack
+from kvtier.backends.nvme.write_budget import Entry, WriteLedger, pack
 from kvtier.backends.object import object_names
 from kvtier.backends.object.budget.claim import parse_claim
 from kvtier.backends.object.housekeeping.use_counts import used_blocks
