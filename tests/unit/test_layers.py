@@ -56,7 +56,7 @@ GUARDS = {
     "kvtier/eviction/policy.py": "likewise",
     "kvtier/system/calls.py": "what a thread raises ends no wait for it",
     "kvtier/slab/keeper.py": "without its thread no slab is made",
-    "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
+    "backends/object/keeper.py": "without its thread nothing is recorded",
     "backends/object/stores/credentials.py": "credentials come from programs of the user's",
     "backends/object/stores/bucket_store.py": "obstore's errors have no base of their own",
 }
