@@ -114,6 +114,8 @@ def test_it_knows_what_others_write_and_leaves_it_whatever_the_budget_says(world
     assert world.hits() == KEYS[:4]
     world.write(KEYS[4:])
     until(lambda: world.hits() == KEYS)  # once the caretaker has relayed it
+    manifests = world.folder / NAMESPACE.id / "manifest"
+    until(lambda: all(is_of_caretaker(path.name) for path in manifests.iterdir()))
     before = everything(world.folder)
     world.keeper.refresh()
     assert world.hits() == KEYS
