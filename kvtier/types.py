@@ -273,7 +273,7 @@ class Fate(enum.Enum):
     FOR_PREFETCH = "prefetch", MissReason.EVICTED, "for what was prefetched"
     FOR_WRITE = "write", MissReason.EVICTED, "for what came from the tier above"
     FOR_CAPACITY = "capacity", MissReason.EVICTED, "to keep to its capacity, or to share it"
-    ELSEWHERE = "elsewhere", MissReason.EVICTED, "by the other engine or server that had it"
+    ELSEWHERE = "elsewhere", MissReason.EVICTED, "by the engine or server in charge of it"
     REMOVED = "removed", MissReason.REMOVED, "by a command, or by the program that uses the stack"
     CORRUPT = "corrupt", MissReason.CORRUPT, "its header or checksum was wrong"
     UNREADABLE = "unreadable", MissReason.LOAD_FAILED, "an error of the medium"
