@@ -253,7 +253,7 @@ class Injector:
                 ours.chain.tiers[0].refresh()
             ours.chain.poll()
             for each in asked:
-                yield MissReason.EVICTED, "by the engine or server in charge", partial(ours.ask, each)
+                yield MissReason.EVICTED, "in charge of it", partial(ours.ask, each)
 
     def too_late(self) -> Injected:
         """Evicted in the very step in which it would have been written below."""
