@@ -323,10 +323,9 @@ class HitPlanner:
                 there = decision.answer
                 decision.answer = self._costs.admit(runs, tokens_per_block, start)
                 if decision.answer < there:
-                    first, last = (
-                        start + blocks * tokens_per_block for blocks in (decision.answer, there)
-                    )
                     rest = skip_blocks(runs, decision.answer)
+                    first = start + decision.answer * tokens_per_block
+                    last = start + there * tokens_per_block
                     decision.weighed = self._costs.weigh(rest, first, last)
         return decision.answer
 

@@ -322,7 +322,7 @@ class TierChain(Tier):
             health.tick(now, self.tiers)
         for at, tier in enumerate(self.tiers):
             tier.tick()
-            for lost, fate in tier.take_lost():
+            for lost, fate in tier.take_lost() if self.misses.on else ():
                 self.misses.note(at, lost, fate)
         self.reservations.end()
         self.prefetches.step(now)

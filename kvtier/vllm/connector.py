@@ -264,8 +264,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._engine_cache.fill()
         stop = 0 if num_external_tokens else request.num_tokens
         self._chain.scheduled(request.request_id, request.num_computed_tokens, stop)
-        prompt = partial(scheduler.prompt_of, request)
-        self._chain.explain(request.request_id, num_external_tokens, prompt)
+        if num_external_tokens or self._hands_over:  # else another connector may load it
+            prompt = partial(scheduler.prompt_of, request)
+            self._chain.explain(request.request_id, num_external_tokens, prompt)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:

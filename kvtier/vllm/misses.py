@@ -13,13 +13,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
-from kvtier.chain.hits import Shape, needed, windowed
+from kvtier.chain.hits import Shape, windowed
 from kvtier.chain.misses import Cause, HashRing, Past
 from kvtier.chain.plan import COMING, NOWHERE
 from kvtier.chain.tier_chain import TierChain
@@ -221,25 +222,26 @@ class RequestMisses:
         """The block without which a hit ends where it does."""
         spans = state.spans(shapes, self._sizes)
         step = max(span.shape.tokens for span in spans)
-        known = end
+        shortest, known = found // step * step + step, end
         for span in spans:
             if span.shape.window is None:
                 first = found // span.shape.tokens
                 rest = span.keys[first : end // span.shape.tokens]
-                lacking = self._lacking(rest)
-                at = lacking[0] if lacking else len(rest)
-                if lacking and (first + at) * span.shape.tokens < found // step * step + step:
+                at = self._leading(rest)
+                if at < len(rest) and (first + at) * span.shape.tokens < shortest:
                     return rest[at]
                 known = min(known, (first + at) * span.shape.tokens)
+        # All of it is there that has no window: a window lacks at the end of that, or nothing does.
+        known = max(known // step * step, shortest)
         spans = windowed(spans) or spans
-        known = max(known // step * step, found // step * step + step)
-        wanted, _ = needed(spans, [[NOWHERE] * len(span.keys) for span in spans], found, known)
-        lacking = self._lacking(wanted)
-        return wanted[lacking[0] if lacking else 0]
+        wanted = [span.keys[at] for span in spans for at in span.needed(found, known)]
+        at = self._leading(wanted)
+        return wanted[at if at < len(wanted) else 0]
 
-    def _lacking(self, keys: Sequence[BlockKey]) -> list[int]:
+    def _leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these come before the first that no tier gives now."""
         places = self._chain.locate(keys)
-        return [number for number, at in enumerate(places) if at in (NOWHERE, COMING)]
+        return sum(1 for _ in takewhile(lambda at: at not in (NOWHERE, COMING), places))
 
     def _reason(self, state: RequestState, key: BlockKey) -> tuple[MissReason, str]:
         cause, decision = self._chain.why_missed(key), state.decision
