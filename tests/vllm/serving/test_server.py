@@ -8,6 +8,8 @@ import re
 import select
 import shlex
 import shutil
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -97,6 +99,8 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
     text = serving.ask(server)
     tells(server, "kvtier:blocks", chunks, tier="nvme")
     server.settle()
+    tells(server, "kvtier:missed_tokens_total", chunks * 256, reason="not_computed")
+    check_explained(serving, server)
     server.forget_engine_cache()
     assert serving.ask(server) == text
     for tier, hits in (("cpu", chunks), ("nvme", 0)):
@@ -126,6 +130,19 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
         tells(again, "kvtier:hit_blocks_total", chunks)
         again.settle()
         check_sleep(again, name, text)
+
+
+def check_explained(serving: Serving, server: Server) -> None:
+    """A request is known by the id of its answer; this one finds all in vLLM's own cache."""
+    body = {"model": serving.model, "prompt": TEXT, "max_tokens": 1}
+    answer = server.post("/v1/completions", body)
+    command = ["explain", "-c", serving.stack, "--request", answer["id"], "--json"]
+    asked = subprocess.run([sys.executable, "-m", "kvtier", *command], capture_output=True)
+    assert asked.returncode == 0, asked.stderr
+    (found,) = json.loads(asked.stdout)["misses"]
+    assert found["request"].startswith(answer["id"])
+    assert (found["reason"], found["tier_tokens"]) == ("", 0)
+    assert found["engine_tokens"] >= len(TEXT) // 256 * 256
 
 
 def check_sleep(server: Server, name: str, text: str) -> None:
