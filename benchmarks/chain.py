@@ -174,7 +174,7 @@ def explaining(chain: TierChain, rounds: int) -> tuple[float, float]:
     explained, noted = [], []
     for number in range(rounds):
         keys, tokens = prompt(-1 - number), [number + at for at in range(TOKENS)]
-        state = RequestState(limit=TOKENS, columns=[Column(0, [], keys)])
+        state = RequestState(limit=TOKENS, hits=set(), columns=[Column(0, [], keys)])
         marks = [time.perf_counter()]
         misses.explain("request", state, {0: Shape(CHUNK)}, 0, PromptFacts(TOKENS, tokens), b"")
         marks.append(time.perf_counter())

@@ -297,10 +297,8 @@ class ChainManager:
     def explain(self, request: str, loads: int, prompt: Callable[[], PromptFacts]) -> None:
         """It loads so many tokens, and computes the rest: note why, the first time."""
         state = self._requests.get(request)
-        if self.misses is None or state is None or state.explained:
+        if self.misses is None or state is None or state.explained or not state.looked_up:
             return
-        if state.hits is None and not state.refused:
-            return  # vLLM asked for nothing
         self.misses.explain(request, state, self.shapes, loads, prompt(), self._epoch)
 
     # -- stores ----------------------------------------------------------------------------

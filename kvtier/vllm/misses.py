@@ -194,7 +194,10 @@ class RequestMisses:
         found, step = state.start + loads, max(shape.tokens for shape in shapes.values())
         miss = Miss(request, time.time(), prompt.length, state.start, loads)
         miss.namespace = self._namespace
-        end = state.limit // step * step if state.refused else state.stop(shapes)
+        if state.refused:
+            end = state.limit // step * step
+        else:  # without an answer, vLLM did not ask for any block: it has all whole chunks itself
+            end = found if state.hits is None else state.stop(shapes)
         if end - found <= 1:  # of windows, the last token is left to be computed
             self.latest.append(miss)
             return

@@ -151,6 +151,11 @@ class RequestState(msgspec.Struct):
         """Between which tokens the engine asks for a hit."""
         return self.start, self.limit
 
+    @property
+    def looked_up(self) -> bool:
+        """Whether the engine has asked for a hit at all."""
+        return self.limit < sys.maxsize
+
     def identify(self, salt: bytes | None) -> None:
         """Its salt is known now; None if nobody knows it."""
         self.identified, self.positions = True, -1
