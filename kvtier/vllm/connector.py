@@ -334,7 +334,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
-            self._manager.pace.ended()
+            self._manager.load.ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()

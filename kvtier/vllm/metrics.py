@@ -21,6 +21,8 @@ from kvtier.vllm.protocol import Report
 _EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_TRANSFER, _FIRST_TOKEN = "kvtier:transfer_seconds", "kvtier:first_token_seconds"
+_FIRST_TOKEN_TOKENS = "kvtier:first_token_prompt_tokens"
 _DOWN, _MISSES = "kvtier:tier_down", "kvtier:miss_blocks"
 _ENDURANCE = "kvtier:drive_endurance_used_ratio"
 
@@ -75,6 +77,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvtier:ignored_hints": ("Hints that are not known, or not as they should be", ("reason",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
+    _FIRST_TOKEN_TOKENS: (
+        "Tokens of the prompts that kvtier:first_token_seconds counts",
+        ("prompt",),
+    ),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
     "kvtier:direct_bytes": ("Bytes from files straight into the device, all ranks", ()),
     "kvtier:mover_restarts": ("Deaths of the mover's process", ()),
@@ -117,7 +123,6 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier",),
     ),
 }
-_TRANSFER = "kvtier:transfer_seconds"
 _JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min, _ENDURANCE: max}
 
 
@@ -130,6 +135,12 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = interfaces.OffloadingGaugeMetadata(text, labels)
     found[_TRANSFER] = interfaces.OffloadingHistogramMetadata(
         "Seconds from the queueing of a transfer to its end", ("source", "target"), _SECONDS
+    )
+    found[_FIRST_TOKEN] = interfaces.OffloadingHistogramMetadata(
+        "Seconds from a request's arrival to its first token, by whether something of its prompt "
+        "was loaded from a tier, the engine itself had some of it, or all was computed",
+        ("prompt",),
+        _SECONDS,
     )
     return found
 
@@ -222,6 +233,9 @@ class Meter:
                 stats.set_gauge(name, value, labels)
         for sample in chain.take_samples():
             stats.observe_histogram(_TRANSFER, sample.seconds, (sample.source, sample.target))
+        for first in self._manager.load.first_tokens.take():
+            stats.observe_histogram(_FIRST_TOKEN, first.seconds, (first.prompt,))
+            stats.increase_counter(_FIRST_TOKEN_TOKENS, first.tokens, (first.prompt,))
         return None if stats.is_empty() else stats
 
     def _counters(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
