@@ -52,6 +52,7 @@ SPELLINGS = {
     "version": ["--version"],
     "status": ["du"],
     "dashboard": ["top", "--page"],
+    "migrate": ["config", "migrate"],
     "gc": ["clear", "--garbage"],
 }
 
