@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,8 @@ from support.metrics_server import STARTED, metrics
 from kvtier.cli import app, top
 from kvtier.cli.server_figures import ServerFigures, ServerWatch
 from kvtier.cli.top_page import PageServer
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture
@@ -165,8 +171,6 @@ class TestInATerminal:
 class TestThePage:
     @pytest.fixture
     def page(self) -> Iterator[PageServer]:
-        import threading
-
         with PageServer(0) as found:
             found.show([watched(600, 630)], 2.0)
             thread = threading.Thread(target=found.serve_forever, daemon=True)
@@ -195,6 +199,32 @@ class TestThePage:
             shown = json.loads(answer.read())
         (server,) = shown["servers"]
         assert server["periods"][0]["first_tokens"]["loaded"]["seconds"] == pytest.approx(0.12)
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(BROWSER is None, reason="no browser is installed: apt-get install chromium")
+    def test_a_browser_shows_it(self, page: PageServer, tmp_path: Path) -> None:
+        found = watched(600, 630)
+        found.model = "<img src=x onerror=alert(1)>"
+        page.show([found, ServerFigures("http://gone", "cannot be read")], 2.0)
+        command = [str(BROWSER), "--headless=new", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command += ["--no-sandbox", "--virtual-time-budget=3000", "--enable-logging=stderr"]
+        url = f"http://127.0.0.1:{page.server_port}/"
+        done = subprocess.run(
+            [*command, "--dump-dom", url], capture_output=True, text=True, timeout=300, check=True
+        )
+        assert "CONSOLE" not in done.stderr, "its own policy lets all of it run"
+        main = done.stdout.partition("<main>")[2].partition("</main>")[0]
+        assert "<span>&lt;img src=x onerror=alert(1)&gt;</span>" in main
+        assert main.count("<section>") == 2
+        assert re.findall(r"<h2>(.*?)</h2>", main) == [
+            "Prompt tokens from",
+            "First tokens, with the cache and without",
+            "Tiers",
+            "Missed blocks",
+            "Trouble",
+        ]
+        for said in ("120 ms", "960 ms", "48 GiB", "3.15k", "did not verify", "<path d="):
+            assert said in main, said
 
     @pytest.mark.parametrize(
         ("path", "host", "code"), [("/figures", "evil.example:8090", 421), ("/x", None, 404)]
