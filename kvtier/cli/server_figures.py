@@ -96,7 +96,7 @@ class Period(msgspec.Struct):
     """Of prompts of which something was loaded, of those that the engine had itself in part, and
     of those that were computed."""
     misses: dict[str, float]
-    """Blocks that were asked for and not found, by reason."""
+    """Prompt tokens that were asked for and not found, by reason."""
 
 
 class Point(msgspec.Struct):
@@ -266,7 +266,7 @@ def _period(growth: Growth, always: Growth) -> Period:
         ENGINE: tokens.get("local_cache_hit", 0.0),
         **{tier: loaded * count / found if found else 0.0 for tier, count in blocks.items()},
     }
-    misses = growth.by("kvtier:missed_blocks_total", "reason")
+    misses = growth.by("kvtier:missed_tokens_total", "reason")
     return Period(
         growth.seconds,
         total,

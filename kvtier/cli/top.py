@@ -222,7 +222,7 @@ def _rest(figures: ServerFigures) -> Table:
     table.add_column()
     misses = sorted(figures.periods[-1].misses.items(), key=lambda each: -each[1])
     said = (f"{amounts.count(count)} {console.plain(reason)}" for reason, count in misses)
-    table.add_row("missed blocks", ", ".join(said) or "none")
+    table.add_row("missed tokens", ", ".join(said) or "none")
     table.add_row("in the mover", f"{amounts.count(figures.in_mover)} blocks")
     for index, trouble in enumerate(figures.troubles):
         table.add_row("" if index else "trouble", _trouble(trouble))

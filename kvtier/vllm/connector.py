@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -81,6 +82,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _share_log()
+        if multiprocessing.parent_process() is not None:  # not in a program of the user's
+            engine.end_without_garbage_collection()
         check_version(vllm.__version__)
         stack = settle(vllm_config, kv_cache_config)
         # Else another connector brings prompts from engine to engine.
@@ -394,6 +397,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, *arguments: Any) -> Any:
+        engine.end_without_garbage_collection()
         # In this process __init__ has never run: say whose metrics these are.
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
         types = metrics.latest_gauges(metric_types)

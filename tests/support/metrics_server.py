@@ -96,5 +96,5 @@ def metrics(seconds: float, model: str = "./small") -> str:
         tell("kvtier:first_token_seconds_sum", mean * seconds, prompt=prompt)
         tell("kvtier:first_token_seconds_count", seconds, prompt=prompt)
         tell("kvtier:first_token_prompt_tokens_total", tokens * seconds, prompt=prompt)
-    tell("kvtier:missed_blocks_total", 5 * seconds, reason="never stored")
+    tell("kvtier:missed_tokens_total", 5 * seconds, reason="never stored")
     return "\n".join(lines) + "\n"

@@ -220,7 +220,7 @@ class TestThePage:
             "Prompt tokens from",
             "First tokens, with the cache and without",
             "Tiers",
-            "Missed blocks",
+            "Missed tokens",
             "Trouble",
         ]
         for said in ("120 ms", "960 ms", "48 GiB", "3.15k", "did not verify", "<path d="):
