@@ -174,6 +174,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: interfaces.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         self.has_events = True
+        self._meter.asked_for_room(len(keys))
         incomplete = self._incomplete(keys, req_context)
         complete = [key for key in keys if key not in incomplete]
         taken, worker_job = self._manager.prepare_store(complete, req_context.req_id)

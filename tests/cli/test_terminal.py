@@ -19,7 +19,8 @@ KEEPER = """
 import os, subprocess, sys
 from kvtier.cli import supervisor
 supervisor.REMIND_S, supervisor.LEFT_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
-before = subprocess.Popen(["sleep", "600"], start_new_session=True)  # as of a shell that has become this program
+# As of a shell that has become this program.
+before = subprocess.Popen(["sleep", "600"], start_new_session=True)
 code = supervisor.run_server(sys.argv[1:], lambda: os.path.exists("/"))
 assert before.poll() is None
 before.kill()
