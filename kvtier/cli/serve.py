@@ -85,7 +85,7 @@ def serve(
             "are, many times slower than with vLLM's --dtype float32"
         )
     sys.stdout.flush()
-    raise typer.Exit(run_server(command, partial(answers, flags)))
+    raise typer.Exit(run_server(command, partial(listens, flags)))
 
 
 def _check(config: Path) -> StackConfig:
@@ -123,7 +123,7 @@ def check_port(flags: Sequence[str]) -> None:
                 raise ConfigError(f"--port {port}", "another process uses it", remedy) from None
 
 
-def answers(flags: Sequence[str]) -> bool:
+def listens(flags: Sequence[str]) -> bool:
     """Whether a server with these flags listens by now."""
     host, port = _value(flags, "--host") or "localhost", _value(flags, "--port") or "8000"
     if _NO_PORT.intersection(flags):

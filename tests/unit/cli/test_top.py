@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import metrics_server
-from support.metrics_server import STARTED, metrics
+from support.processes import metrics_server
+from support.processes.metrics_server import STARTED, metrics
 
 from kvtier.cli import app, top
 from kvtier.cli.server_figures import ServerFigures, ServerWatch
