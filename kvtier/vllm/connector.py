@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -81,6 +82,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _share_log()
+        if multiprocessing.parent_process() is not None:  # not in a program of the user's
+            engine.end_without_garbage_collection()
         check_version(vllm.__version__)
         stack = settle(vllm_config, kv_cache_config)
         # Else another connector brings prompts from engine to engine.
@@ -337,7 +340,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
-            self._manager.pace.ended()
+            self._manager.load.ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()
@@ -397,6 +400,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, *arguments: Any) -> Any:
+        engine.end_without_garbage_collection()
         # In this process __init__ has never run: say whose metrics these are.
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
         types = metrics.latest_gauges(metric_types)

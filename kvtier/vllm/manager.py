@@ -128,6 +128,7 @@ class ChainManager:
         nobody knows. What is not `identified` yet is told later (`identify`)."""
         state = RequestState(identified=False, refused=True)
         self._requests.add(request, state)
+        self.load.first_tokens.added(request)
         if identified:
             state.identify(salt)
 
@@ -266,6 +267,7 @@ class ChainManager:
     def prepare_load(self, keys: Collection[bytes], request: str) -> WorkerJob:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._requests.of(request)
+        self.load.first_tokens.loads(request)
         state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)

@@ -128,7 +128,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
         self._meter, self._adapters = Meter(manager), Adapters()
         # For what vLLM does not ask, and kvtier's connector does:
-        self.chain_manager, self.pace = never_raising(manager), never_raising(manager.load.pace)
+        self.chain_manager, self.load = never_raising(manager), never_raising(manager.load)
         self.meter, self.adapters = never_raising(self._meter), never_raising(self._adapters)
         self._events = events
         self._keeps, self._pauses = keeps, False
@@ -177,6 +177,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: interfaces.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         self.has_events = True
+        self._meter.asked_for_room(len(keys))
         incomplete = self._incomplete(keys, req_context)
         complete = [key for key in keys if key not in incomplete]
         taken, worker_job = self._manager.prepare_store(complete, req_context.req_id)
