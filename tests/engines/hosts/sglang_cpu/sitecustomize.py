@@ -87,7 +87,7 @@ class Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] == "sgl_kernel":
             return importlib.machinery.ModuleSpec(name, Loader(), is_package=True)
-        if name == "sglang" and not self._prepared:
+        if name in ("sglang", "torchvision") and not self._prepared:
             self._prepared = True
             prepare_torch()
         if name in ADAPTED:
@@ -135,6 +135,34 @@ def pageable(make: Any) -> Any:
     return made
 
 
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: Sequence[Any],
+    dst_ptrs: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+) -> None:
+    """From the layers of the device, keys before values, to pages that hold all layers."""
+    pages, places = dst_indices // page_size, dst_indices % page_size
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for at, source in enumerate(src_ptrs):
+        dst_ptrs[at // layers][pages, at % layers, places] = source[src_indices]
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: Sequence[Any],
+    dst_ptrs: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """One layer, the other way."""
+    pages, places = src_indices // page_size, src_indices % page_size
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[pages, layer_id, places]
+
+
 def transfer_kv_direct(
     src_layers: Sequence[Any],
     dst_layers: Sequence[Any],
@@ -149,7 +177,11 @@ def transfer_kv_direct(
 ADAPTED: dict[str, dict[str, Any]] = {
     f"{POOLS}.base": {"HICACHE_HOST_MEMORY_RESERVE_BYTES": 0},  # tests need no 10 GiB to spare
     f"{POOLS}.common": {"_cuda_host_register": lambda *_, **__: None},
-    f"{POOLS}.mha": {"transfer_kv_direct": transfer_kv_direct},
+    f"{POOLS}.mha": {
+        "transfer_kv_direct": transfer_kv_direct,
+        "transfer_kv_all_layer_direct_lf_pf": transfer_kv_all_layer_direct_lf_pf,
+        "transfer_kv_per_layer_direct_pf_lf": transfer_kv_per_layer_direct_pf_lf,
+    },
 }
 """Names of SGLang's modules that have another value here."""
 
