@@ -46,7 +46,8 @@ _BY_LENGTH = ("longrope", "llama4")
 """What stands in the configuration of models that are computed in another way if they are served
 with long prompts: even the short ones."""
 _SETTINGS = (
-    *("model_impl", "json_model_override_args", "quantization", "quantization_param_path"),
+    *("load_format", "model_loader_extra_config", "model_impl", "json_model_override_args"),
+    *("quantization", "quantization_param_path"),
     *("modelopt_quant", "rl_quant_profile", "torchao_config", "enable_tf32_matmul"),
     *("kv_cache_dtype", "attention_backend", "prefill_attention_backend"),
     *("decode_attention_backend", "dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend"),

@@ -51,6 +51,8 @@ class HostPages(msgspec.Struct, frozen=True):
     layout: DeviceLayout
     arrays: list[Bytes]
     """One row a page, for each piece that a page consists of."""
+    memory: Any
+    """What must live as long as these: they are made of addresses."""
 
     @classmethod
     def of_pool(cls, pool: Any) -> HostPages:
@@ -84,7 +86,7 @@ class HostPages(msgspec.Struct, frozen=True):
             arrays.append(np.lib.stride_tricks.as_strided(pages, (count, size), (step, 1)))
             tensors.append(DeviceTensor(base, count, step, size))
         refs = tuple(PageRef(at, size) for at, size in enumerate(sizes))
-        return cls(DeviceLayout(tuple(tensors), (refs,)), arrays)
+        return cls(DeviceLayout(tuple(tensors), (refs,)), arrays, pool.kv_buffer)
 
 
 class _Job(msgspec.Struct, eq=False):
@@ -114,6 +116,7 @@ class PageStore:
             )
         self._stack, self._chain = stack, stack.chain
         records = RankRecords(pages.layout, stack.host.region, stack.namespace.digest)
+        self._pages = pages
         self._copier = CpuCopier(records, pages.arrays)
         self._load_s = min(LOAD_S, max(each.load_deadline.seconds for each in stack.config.tiers))
         self._lock = threading.Lock()
@@ -271,12 +274,12 @@ class PageStore:
 
     def _poll(self) -> None:
         while not self._closed.wait(_PAUSE_S):
-            self._stack.mover.wait(_POLL_S)
-            with self._lock:
-                self._step()
+            self._step()
 
     @guarded(lambda: None)
     def _step(self) -> None:
-        self._chain.poll()
-        for tier in self._chain.tiers:
-            tier.take_events()  # nobody asks for them
+        self._stack.mover.wait(_POLL_S)
+        with self._lock:
+            self._chain.poll()
+            for tier in self._chain.tiers:
+                tier.take_events()  # nobody asks for them

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,7 +152,7 @@ def test_prompts_are_found_after_kill_9(
     for _ in range(2):
         found = engine.generate(prompts=PROMPTS, tokens=TOKENS)
         assert (tokens(found), stored(found)) == (right, [FULL] * 3)
-        assert engine.forget_memory()
+        until(lambda: engine.forget_memory())
     assert engine.forget_storage()
     found = engine.generate(prompts=PROMPTS[:1], tokens=TOKENS)
     assert (tokens(found), stored(found)) == (right[:1], [0])
@@ -189,7 +196,7 @@ def test_damaged_pages_are_misses(sglang: Sglang, right: list[list[int]]) -> Non
     assert sum(stored(found)) < 3 * FULL
     assert "corrupt" in engine.log.read_text()
     sglang.settle()
-    assert engine.forget_memory()
+    until(lambda: engine.forget_memory())
     assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
 
 
@@ -202,7 +209,7 @@ def test_what_fails_is_a_miss(sglang: Sglang, right: list[list[int]]) -> None:
     def check() -> None:
         for _ in range(2):
             assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
-            assert engine.forget_memory()
+            until(lambda: engine.forget_memory())
 
     check()
     os.kill(mover_of(engine), signal.SIGKILL)
@@ -238,7 +245,7 @@ def test_other_weights_find_nothing(
     found = engine.generate(prompts=PROMPTS, tokens=TOKENS)
     assert stored(found) == [0, 0, 0]
     assert tokens(found) != right
-    assert engine.forget_memory()
+    until(lambda: engine.forget_memory())
     assert stored(engine.generate(prompts=PROMPTS, tokens=1)) == [0, 0, 0]
     assert sglang.held()["nvme"] == PAGES, "and nothing was kept"
     engine.kill()
@@ -262,3 +269,84 @@ def test_what_cannot_be_right_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match=reason):
         sglang.engine(model(family), extra=extra)
+
+
+PAGE = HOST.parents[3] / "docs/guides/sglang.md"
+BLOCK = re.compile(r"^<!-- run by tests/doors/test_sglang.py -->\n```sh\n(.*?)^```$", re.M | re.S)
+ON_A_CPU = (
+    "--device cpu --attention-backend torch_native --dtype float32 --hicache-size 1"
+    " --max-total-tokens 4096 --mem-fraction-static 0.2 --disable-overlap-schedule"
+    " --disable-cuda-graph --skip-server-warmup"
+)
+
+
+def test_the_page_s_commands(sglang: Sglang, right: list[list[int]]) -> None:
+    """A server as the page starts it, but for the model, the port and the processor."""
+    port = object_servers.free_port()
+    written, look_at = BLOCK.findall(PAGE.read_text())
+    init, serve = written.replace("MODEL", str(sglang.model)).rstrip().split("\n", 1)
+    serve = f"exec {serve} {ON_A_CPU} --port {port}"
+    name = f"docs-{uuid.uuid4().hex}"
+    named = {
+        **os.environ,
+        **environment(),
+        "KVTIER_NAME": name,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    def shell(*lines: str, log: str) -> subprocess.Popen[bytes]:
+        with (sglang.folder / log).open("ab") as file:
+            return subprocess.Popen(
+                ["bash", "-ec", "\n".join(lines)],
+                cwd=sglang.folder,
+                env=named,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    try:
+        for lines, known in (([init, serve], 0), ([serve], FULL)):
+            server = shell(*lines, log="server.log")
+            try:
+                await_health(server, port, sglang.folder / "server.log")
+                found = generate(port, PROMPTS[0])
+                assert (found["output_ids"], cached(found)) == (right[0], known)
+                until(lambda: "nvme" in listed(sglang.folder, named))
+            finally:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+        assert shell(look_at, log="look.log").wait() == 0, (sglang.folder / "look.log").read_text()
+    finally:
+        for region in Path("/dev/shm").glob(f"kvtier-*-{name}*"):
+            shutil.rmtree(region)
+
+
+def await_health(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    while True:
+        assert server.poll() is None, log.read_text()[-4000:]
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20).close()
+            return
+        time.sleep(0.2)
+
+
+def generate(port: int, tokens: list[int]) -> dict[str, Any]:
+    parameters = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    asked = json.dumps({"input_ids": tokens, "sampling_params": parameters}).encode()
+    url = f"http://127.0.0.1:{port}/generate"
+    request = urllib.request.Request(url, asked, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def cached(found: dict[str, Any]) -> int:
+    return int(found["meta_info"]["cached_tokens"])
+
+
+def listed(folder: Path, named: dict[str, str]) -> str:
+    """What `kvtier ls` says."""
+    command = [sys.executable, "-m", "kvtier", "ls", "--config", "stack.yaml"]
+    done = subprocess.run(command, cwd=folder, env=named, capture_output=True, text=True)
+    return done.stdout

@@ -35,12 +35,12 @@ class Pool:
         self.layout = layout
         first = layout == "layer_first"
         shape = (LAYERS, TOKENS * PAGES) if first else (TOKENS * PAGES, LAYERS)
-        self.buffer = np.zeros((2, *shape, WIDTH), np.uint8)
+        self.kv_buffer = np.zeros((2, *shape, WIDTH), np.uint8)
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         starts = []
         for token in indices.tolist()[::TOKENS]:
-            for half in self.buffer:
+            for half in self.kv_buffer:
                 rows = half if self.layout == "layer_first" else [half]
                 starts += [row[token:].ctypes.data for row in rows]
         pieces = 2 * LAYERS if self.layout == "layer_first" else 2
@@ -48,7 +48,7 @@ class Pool:
 
     def page(self, number: int) -> Any:
         span = slice(number * TOKENS, (number + 1) * TOKENS)
-        return self.buffer[:, :, span] if self.layout == "layer_first" else self.buffer[:, span]
+        return self.kv_buffer[:, :, span] if self.layout == "layer_first" else self.kv_buffer[:, span]
 
     def fill(self) -> None:
         """Every page as its number says."""
@@ -118,11 +118,11 @@ def test_pages_come_back_from_every_tier(
     places = list(range(PAGES))
     assert store.store(KEYS, places) == [True] * PAGES
     assert store.find(KEYS) == PAGES
-    pool.buffer[:] = 0
+    pool.kv_buffer[:] = 0
     assert store.load(KEYS, places[::-1]) == PAGES
     assert all(pool.right(key, PAGES - 1 - key) for key in places)
     lose_memory(store, memory)
-    pool.buffer[:] = 0
+    pool.kv_buffer[:] = 0
     again = opened(pool)
     assert again.find([*KEYS[:5], block_key(b"other"), *KEYS[5:]]) == 5
     assert again.load(KEYS, places) == PAGES
@@ -140,7 +140,7 @@ def test_a_first_tier_smaller_than_a_prompt(opened: Callable[..., PageStore], me
     while not all(store.store(KEYS, places)):
         settle(store)
     settle(store)
-    pool.buffer[:] = 0
+    pool.kv_buffer[:] = 0
     assert store.load(KEYS, places) == PAGES
     assert all(pool.right(key, key) for key in places)
 
@@ -157,11 +157,11 @@ def test_a_damaged_page_is_a_miss_and_is_stored_again(
     for slab in tmp_path.rglob("*.slab"):
         flip(slab, 6144)
     again = opened(pool)
-    pool.buffer[:] = 0
+    pool.kv_buffer[:] = 0
     assert again.load(KEYS, places) == 0
     pool.fill()
     assert all(again.store(KEYS, places))
-    pool.buffer[:] = 0
+    pool.kv_buffer[:] = 0
     assert again.load(KEYS[:1], [3]) == 1
     assert pool.right(0, 3)
 
