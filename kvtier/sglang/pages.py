@@ -166,7 +166,8 @@ class PageStore:
             if not missing or time.monotonic() >= end:
                 return [key not in missing for key in keys]
             some = missing[:room]
-            if not self._copy(TransferKind.STORE, some, [page_of[key] for key in some], end):
+            places = [page_of[key] for key in some]
+            if not (some and self._copy(TransferKind.STORE, some, places, end)):
                 self._stack.mover.wait(_POLL_S)
 
     def clear(self) -> None:
@@ -203,7 +204,7 @@ class PageStore:
             found = self._found(keys)
             if not found:
                 return None
-            count = min(len(found), self._chain.reservations.room())
+            count = max(0, min(len(found), self._chain.reservations.room()))
             below = [at for at in range(count) if found[at] != HOST]
             room = self._chain.room_beside_unwritten(len(below), new=False) if below else 0
             return keys[: below[room] if room < len(below) else count]

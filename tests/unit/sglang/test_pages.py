@@ -48,7 +48,9 @@ class Pool:
 
     def page(self, number: int) -> Any:
         span = slice(number * TOKENS, (number + 1) * TOKENS)
-        return self.kv_buffer[:, :, span] if self.layout == "layer_first" else self.kv_buffer[:, span]
+        return (
+            self.kv_buffer[:, :, span] if self.layout == "layer_first" else self.kv_buffer[:, span]
+        )
 
     def fill(self) -> None:
         """Every page as its number says."""
