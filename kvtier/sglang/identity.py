@@ -134,8 +134,6 @@ def facts_of(
         download_dir=arguments.download_dir,
         model_loader_extra_config=arguments.model_loader_extra_config,
     )
-    # Replicas of MLA models hold the same, and one of them stores it for all.
-    rank = "any" if ranks.is_mla_model else str(ranks.tp_rank)
     return {
         "model": _whole_name(arguments.model_path),
         "model_config": _configuration(model),
@@ -144,15 +142,21 @@ def facts_of(
         "kv_dtype": str(pool.dtype),
         "kv_layout": f"{type(pool).__name__} {pool.layout} {pool.storage_format_tag}",
         "block_tokens": str(pool.page_size),
+        "chunk_blocks": "1",
         "record": str(RECORD_VERSION),
         "hash": "sglang page hashes",
-        "tensor_parallel": f"rank {rank} of {ranks.tp_size}",
-        "pipeline_parallel": f"rank {ranks.pp_rank} of {ranks.pp_size}",
-        "context_parallel": f"rank {ranks.attn_cp_rank} of {ranks.attn_cp_size}",
+        # Replicas of MLA models hold the same, and one of them stores it for all.
+        "tensor_parallel": _rank("any" if ranks.is_mla_model else ranks.tp_rank, ranks.tp_size),
+        "pipeline_parallel": _rank(ranks.pp_rank, ranks.pp_size),
+        "context_parallel": _rank(ranks.attn_cp_rank, ranks.attn_cp_size),
         "settings": _chosen(arguments),
         "platform": _platform(arguments.device),
         "engine": f"sglang {version('sglang')}",
     }
+
+
+def _rank(rank: int | str, size: int) -> str:
+    return "1" if size == 1 else f"{size} rank {rank}"
 
 
 def _configuration(model: Any) -> str:

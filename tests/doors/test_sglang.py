@@ -94,6 +94,7 @@ def environment() -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": object_servers.SECRET_KEY,
         "AWS_DEFAULT_REGION": "us-east-1",
         "PYTHONPATH": os.pathsep.join(folders),
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
         "SGLANG_USE_CPU_ENGINE": "1",
     }
 
@@ -180,6 +181,16 @@ def test_a_bucket_serves_a_second_machine(
         sglang.lose_memory()
         found = sglang.engine().generate(prompts=PROMPTS, tokens=TOKENS)
         assert (tokens(found), stored(found)) == (right, [FULL] * 3)
+
+
+def test_each_rank_finds_its_own_pages(sglang: Sglang, right: list[list[int]]) -> None:
+    engine = sglang.engine(tp_size=2)
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+    sglang.settle(pages=2 * PAGES)
+    engine.kill()
+    sglang.lose_memory()
+    found = sglang.engine(tp_size=2).generate(prompts=PROMPTS, tokens=TOKENS)
+    assert (tokens(found), stored(found)) == (right, [FULL] * 3)
 
 
 def test_damaged_pages_are_misses(sglang: Sglang, right: list[list[int]]) -> None:
