@@ -204,13 +204,13 @@ class CpuTier(FolderTier):
     def _pinned_among(self, slots: Sequence[int]) -> list[int]:
         """Those that a device reaches already: they are to be used before others, as long as there
         are others."""
-        near: list[int] = []
-        step, pinned = piece_slots(self.slot_bytes), dict[SlotPlace, int]()
+        pinned = {at: self.region.mark.pinned(at) for at in self._places.indices(slots)}
+        if not any(pinned.values()):
+            return []
+        near, step = list[int](), piece_slots(self.slot_bytes)
         for slot in slots:
             place = self._places.of(slot)
-            if place not in pinned:
-                pinned[place] = self.region.mark.pinned(self._places.index(place))
-            if pinned[place] >> (slot - place.base) // step & 1:
+            if pinned[self._places.index(place)] >> (slot - place.base) // step & 1:
                 near.append(slot)
         return near
 

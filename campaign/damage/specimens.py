@@ -31,7 +31,9 @@ _PARTS = {
     "blocks": "block",
     "manifest": "manifest",
     "uses": "uses",
-    "claims": "claim",
+    "servers": "server",
+    "caretaker": "caretaker's report",
+    "retained": "retained list",
     "owners": "owner's mark",
 }
 _HEADER_PROVED = 96

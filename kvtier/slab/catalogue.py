@@ -234,7 +234,8 @@ class SlabTier(Tier):
         slots = self._held_twice(count, taken)
         self._policy.remove(slots)
         slots += self._policy.evict(count - len(slots), taken)
-        victims = [self._key_at(slot) for slot in slots]
+        key_of = self._key_of
+        victims = [key for slot in slots if (key := key_of[slot]) is not None]
         for key in victims:
             del where[key]
         self._stats.evicted += len(victims)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from kvtier.types import GROUP_BYTES, BlockKey
 from kvtier.vllm.identity.prompts import salted
 
 
-class Phase(enum.Enum):
+class Phase(enum.StrEnum):
     """Where a request stands. One that has ended has no state any more."""
 
     QUEUED = "queued"
@@ -278,7 +278,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
-        self._in_phase: Counter[Phase] = Counter()
+        self._in_phase = dict.fromkeys(Phase, 0)
         self._short: deque[bool] = deque(maxlen=_REMEMBERED)
         """Of those scheduled last, whether the engine may have lacked the blocks for them."""
         self._short_now: set[str] = set()

@@ -249,7 +249,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: Any = None) -> None:
-        for request in list(self._unidentified):  # what it will ask for may be prefetched then
+        for request in tuple(self._unidentified):  # what it will ask for may be prefetched then
             self.awaits_adapter(request)
         for number, report, vouched in self._adapters.take_stored():
             if not vouched:

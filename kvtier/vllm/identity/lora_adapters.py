@@ -148,6 +148,8 @@ class Adapters:
         """Reports that were held and count now, and whether the blocks were computed by the
         adapters in their keys: if one has changed between a request's coming and the end of its
         store, the engine may have read it in between."""
+        if not self._stored:
+            return []
         ended, waiting = list[_Stored](), list[_Stored]()
         for each in self._stored:
             (waiting if self._pending(each.look) else ended).append(each)
