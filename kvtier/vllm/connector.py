@@ -17,11 +17,11 @@ from typing import Any
 import vllm
 
 from kvtier.config import StackConfig
+from kvtier.guard import guarded
 from kvtier.system.calls import WaitBound
 from kvtier.types import Namespace
 from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.events import DescribedEvents, place_of
-from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, scheduler, worker
 from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 from kvtier.vllm.hooks.idle_requests import IdleRequests

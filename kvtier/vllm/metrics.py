@@ -11,11 +11,11 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from kvtier import guard
 from kvtier.chain.stats import ChainStats
 from kvtier.cost.rates import LinkCosts
 from kvtier.interfaces.write_budget import WriteStats
 from kvtier.types import TierStats
-from kvtier.vllm import guard
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report

@@ -18,13 +18,13 @@ from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
 from kvtier.errors import KVTierError
+from kvtier.guard import guarded, never_raising
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
 from kvtier.system.memory import Topology
 from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
-from kvtier.vllm.guard import guarded, never_raising
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
