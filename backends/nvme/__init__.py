@@ -5,7 +5,7 @@ Most of it is a folder of slabs (`kvtier.slab`). Here is what a disk needs besid
 - `settings`, `backend`: what a stack file says, and how both halves are opened.
 - `tier`: the catalogue, which meters what is written.
 - `medium`: the data side: records and their entries, by direct I/O.
-- `wear`, `drives`: how much may be written, and what the drive says of that.
+- `write_budget`, `drives`: how much may be written, and what the drive says of that.
 - `inspect`: the medium seen from outside, for the command line.
 """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtier.backends.nvme.medium import NvmeHandler, NvmeSpec
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.backends.nvme.wear import leases_of
+from kvtier.backends.nvme.write_budget import leases_of
 from kvtier.errors import ConfigError, NotWritable
 from kvtier.eviction import create_policy, policy_class
 from kvtier.interfaces.backend import Backend, TierContext

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvtier import amounts
 from kvtier.backends.nvme.drives import Drive, read_drives
 from kvtier.backends.nvme.settings import NvmeSettings
-from kvtier.backends.nvme.wear import NAME, WriteLedger, read_entry
+from kvtier.backends.nvme.write_budget import NAME, WriteLedger, read_entry
 from kvtier.inspect import Finding, Level
 from kvtier.inspect.contents import DriveWear, Writes, standing
 from kvtier.interfaces.write_budget import BURST_S

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.backends.nvme.medium import NvmeSpec
-from kvtier.backends.nvme.wear import WriteMeter
+from kvtier.backends.nvme.write_budget import WriteMeter
 from kvtier.eviction import EvictionPolicy
 from kvtier.interfaces.handler import own_spec
 from kvtier.interfaces.write_budget import WriteAllowance

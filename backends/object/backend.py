@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvtier.backends.object.budget.budget import UNLIMITED
-from kvtier.backends.object.budget.claims import LEASE_S
+from kvtier.backends.object.budget import UNLIMITED
+from kvtier.backends.object.caretaker import Limits, ProtectedBlocks
 from kvtier.backends.object.handler import ObjectHandler
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits, ProtectedBlocks
-from kvtier.backends.object.housekeeping.read_only_keeper import ReadOnlyKeeper
+from kvtier.backends.object.keeper import Keeper, ReadOnlyKeeper
+from kvtier.backends.object.lease import LEASE_S
 from kvtier.backends.object.settings import ObjectSettings, capacity_of, check_settings, open_for
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import StoreError
@@ -54,7 +53,6 @@ class ObjectBackend(Backend[ObjectSettings]):
             refresh_s=settings.refresh.seconds,
             audit_s=settings.audit.seconds,
             age_max_s=settings.age_max.seconds if settings.age_max else None,
-            reader_grace_s=2 * settings.load_deadline.seconds,
             lease_s=lease_s,
             protected=protected or {},
         )

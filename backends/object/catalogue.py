@@ -1,35 +1,76 @@
 """What one server knows of a namespace in an object store, and how it learns it.
 
 What a slab tier calls a slot is only a handle here: room is counted in bytes. What other servers
-did, and what the keeper has deleted, comes as updates from the keeper. A call takes in a limited
+did, and what the caretaker has evicted, comes as updates from the keeper. A call takes in a limited
 number of them.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections import deque
+from collections.abc import Callable, Iterator, KeysView, Sequence
+from itertools import pairwise
 
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.tombstones import Tombstones
-from kvtier.backends.object.housekeeping.updates import Update
-from kvtier.backends.object.manifests.block_rows import Rows
-from kvtier.backends.object.object_names import ObjectKey, block_name
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.manifests import Rows
+from kvtier.backends.object.object_names import GENERATION_MAX, ObjectKey
+from kvtier.backends.object.queues import Update
 from kvtier.eviction import EvictionPolicy
 from kvtier.slab.catalogue import SlabTier
 from kvtier.types import BlockKey, EventKind
 
 _ROWS_AT_ONCE = 512
 """So many updated blocks are taken in by one call."""
-_DROPS_AT_ONCE = 128
 _HANDLES_MIN = 1024
 _HANDLES_MAX = 1 << 14
 """More new handles at once, beside millions, would keep a request waiting."""
+_TOMBSTONE_S = 3600.0
+_EXPIRED_AT_ONCE = 64
+
+
+class Tombstones:
+    """Objects that were removed lately. Until their deletion is long over the next object of the
+    same block gets a later generation, and so another name: a late delete never hits it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of: dict[BlockKey, tuple[int, float]] = {}
+        """The latest generation that was removed, and when, in seconds of the epoch."""
+        self._oldest: deque[tuple[float, BlockKey]] = deque()
+
+    def add(self, key: BlockKey, generation: int, at: float) -> None:
+        self._expire()
+        before = self._of.get(key, (0, 0.0))
+        self._of[key] = max((generation, at), before)
+        self._oldest.append((self._clock() + _TOMBSTONE_S, key))
+
+    def covers(self, key: BlockKey, generation: int, at: float) -> bool:
+        """Whether this object, which was recorded at a time, has been removed since, or is older
+        than one that was."""
+        latest = self._of.get(key)
+        return latest is not None and generation <= latest[0] and at <= latest[1]
+
+    def next_generation(self, key: BlockKey) -> int:
+        """The generation of the next object of this key."""
+        latest = self._of.get(key)
+        return 0 if latest is None else (latest[0] + 1) % GENERATION_MAX
+
+    def keys(self) -> KeysView[BlockKey]:
+        """A live view: a copy of millions of keys, after a reset, would take long."""
+        return self._of.keys()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for _ in range(_EXPIRED_AT_ONCE):
+            if not self._oldest or self._oldest[0][0] > now:
+                return
+            self._of.pop(self._oldest.popleft()[1], None)
 
 
 class ObjectCatalogue(SlabTier):
-    """The blocks of one namespace below a url that any number of writers share."""
+    """The blocks of one namespace below a url that any number of servers share."""
 
     def __init__(
         self,
@@ -44,25 +85,17 @@ class ObjectCatalogue(SlabTier):
         self._budget = keeper.budget
         self._sizes = array("q")
         self._times = array("d")
+        """By slot, since when its object is recorded, in seconds of the epoch."""
         self._unused_handles: list[int] = []
         self._generation: dict[BlockKey, int] = {}
-        """Generations that are not 0, of blocks that are resident, reserved or doomed."""
+        """Generations that are not 0, of blocks that are resident or reserved."""
         self._tombstones = Tombstones()
-        self._deleting: dict[int, list[ObjectKey]] = {}
-        """By slot, the objects that the keeper is deleting."""
-        self._unrecorded: set[int] = set()
-        """Slots whose bytes no manifest lists, until they are committed or deleted."""
-        self._surplus = 0
-        """Bytes that are still to be dropped to keep the budget."""
 
     def start(self) -> None:
         """Take in all that the keeper has learnt while it was opened."""
         updates = self._keeper.updates
         while updates:
-            self._apply(updates[0])
-            updates.popleft()
-        while self._surplus > 0:
-            self._drop_surplus()
+            self._apply(updates.popleft())
         self.learning = not self._keeper.catalogued
         self._events.clear()
 
@@ -74,23 +107,16 @@ class ObjectCatalogue(SlabTier):
         while updates and rows < _ROWS_AT_ONCE:
             update = updates[0]
             self._apply(update)
-            updates.popleft()  # not earlier: the keeper counts on what waits there
-            rows += 1 + len(update.added or ()) + len(update.removed or ()) + len(update.deleted)
-        if self._surplus > 0:
-            self._drop_surplus()
+            updates.popleft()  # not earlier: until then the tier is learning
+            rows += 1 + len(update.added or ()) + len(update.removed or ())
 
     def _apply(self, update: Update) -> None:
-        # not below 0: two audits without a call of ours both report the same bytes
+        # not below 0: two updates without a call of ours both report the same bytes
         self._budget.uncatalogued = max(0, self._budget.uncatalogued - update.recatalogued)
         if update.added is not None:
             self._apply_added(update.added)
         if update.removed is not None:
             self._apply_removed(update.removed)
-        for slot in update.deleted:
-            self._on_deleted(slot)
-        if update.grant is not None:
-            self._budget.apply(update.grant)
-            self._surplus = self._budget.surplus()
 
     def _apply_added(self, rows: Rows) -> None:
         """Offer new blocks; correct the sizes of known ones."""
@@ -124,15 +150,14 @@ class ObjectCatalogue(SlabTier):
             slot = self._where.get(key)
             if slot is not None:
                 self._apply_known(slot, key, generations[row], rows.sizes[row], times[row])
-            elif self._is_in_transit(key, generations[row]):
-                if not self._is_counted(key, generations[row], times[row]):
-                    self._budget.uncatalogued += rows.sizes[row]
-            elif key not in fresh:
+            elif (
+                key in self._reserved
+                or key in self._dropped_pinned
+                or self._tombstones.covers(key, generations[row], times[row])
+            ):
+                continue
+            elif key not in fresh or generations[fresh[key]] <= generations[row]:
                 fresh[key] = row
-            else:  # two objects of one key: one is offered, the next audit finds the other
-                older, newer = sorted((fresh[key], row), key=generations.__getitem__)
-                fresh[key] = newer
-                self._budget.uncatalogued += rows.sizes[older]
         order = sorted(fresh.values(), key=times.__getitem__)
         return Rows(
             [rows.keys[row] for row in order],
@@ -142,33 +167,21 @@ class ObjectCatalogue(SlabTier):
         )
 
     def _apply_known(self, slot: int, key: BlockKey, generation: int, size: int, at: float) -> None:
-        """Correct size and time of a block; delete another object of the same key."""
-        if self._generation.get(key, 0) == generation:
-            self._budget.used += size - self._sizes[slot]
-            self._sizes[slot] = size
-            self._times[slot] = max(self._times[slot], at)
-        elif not self._tombstones.covers(key, generation):
-            copy = self._tombstones.begin(key, generation, self._outbox.now_s())
-            self._delete_without_slot([copy], size)
-
-    def _is_in_transit(self, key: BlockKey, generation: int) -> bool:
-        """Whether this object is being written, read for the last time, or deleted."""
-        if key in self._reserved or key in self._dropped_pinned:
-            return True
-        return self._tombstones.covers(key, generation)
-
-    def _is_counted(self, key: BlockKey, generation: int, at: float) -> bool:
-        """Whether the budget counts an object in transit. It does not count a younger one of
-        another writer. An evicted object has the room of the block that replaces it."""
-        if key in self._reserved or self._tombstones.knows(key, generation, at):
-            return True
-        slot = self._dropped_pinned.get(key)
-        return slot is not None and at <= self._times[slot]
+        """Correct size and time of a block. Of several objects of it the latest one stays."""
+        mine = self._generation.get(key, 0)
+        if generation < mine or (slot in self._pins and generation != mine):
+            return
+        if generation > mine:
+            self._generation[key] = generation
+        self._budget.used += size - self._sizes[slot]
+        self._sizes[slot] = size
+        self._times[slot] = max(self._times[slot], at)
 
     def _apply_removed(self, rows: Rows) -> None:
         """Stop offering blocks that are gone, unless they have been added again since."""
         gone = []
         for key, generation, at in zip(rows.keys, rows.generations, rows.times, strict=True):
+            self._tombstones.add(key, generation, at)
             slot = self._where.get(key)
             if (
                 slot is not None
@@ -176,10 +189,10 @@ class ObjectCatalogue(SlabTier):
                 and self._times[slot] <= at
             ):
                 gone.append(key)
-        self._forget_deleted(gone)
+        self._forget_removed(gone)
 
-    def _forget_deleted(self, keys: Sequence[BlockKey]) -> None:
-        """Stop offering blocks that another server has deleted: nothing is left to record."""
+    def _forget_removed(self, keys: Sequence[BlockKey]) -> None:
+        """Stop offering blocks whose removal is recorded."""
         now_free: list[int] = []
         slots = [self._where.pop(key) for key in keys]
         for key, slot in zip(keys, slots, strict=True):
@@ -192,23 +205,7 @@ class ObjectCatalogue(SlabTier):
         self._release(now_free)
         self._events.add(EventKind.REMOVED, keys)
 
-    def _drop_surplus(self) -> None:
-        """Drop the coldest blocks above the budget, a limited number at each call."""
-        self._surplus = min(self._surplus, self._budget.surplus())
-        left = _DROPS_AT_ONCE
-        while self._surplus > 0 and left > 0:
-            count = min(left, max(1, self._surplus // self.slot_bytes))
-            slots = self._policy.victims(count, self._pins)
-            if not slots:
-                self._surplus = 0
-                return
-            left -= len(slots)
-            self._surplus -= sum(self._sizes[slot] for slot in slots)
-            keys = [self._key_at(slot) for slot in slots]
-            self._drop(keys)
-            self._stats.evicted += len(keys)
-
-    # -- handles ---------------------------------------------------------------------------------
+    # -- handles and objects -----------------------------------------------------------------------
 
     def _take_handles(self, count: int) -> list[int]:
         """Slot numbers that are not in use."""
@@ -225,44 +222,11 @@ class ObjectCatalogue(SlabTier):
         del unused[len(unused) - count :]
         return taken
 
-    # -- deletes ---------------------------------------------------------------------------------
-
-    def _start_delete(self, key: BlockKey) -> ObjectKey:
-        """The object of this key, which is to be deleted."""
+    def _remove_object(self, key: BlockKey) -> ObjectKey:
+        """The object of this key, whose removal is to be recorded."""
         generation = self._generation.pop(key, 0)
-        return self._tombstones.begin(key, generation, self._outbox.now_s())
-
-    def _delete_without_slot(self, objects: list[ObjectKey], size: int) -> None:
-        """Delete objects that belong to no slot; their bytes are free afterwards."""
-        [slot] = self._take_handles(1)
-        self._sizes[slot] = size
-        self._budget.deleting += size
-        self._queue_deletes({slot: objects})
-
-    def _queue_deletes(self, by_slot: dict[int, list[ObjectKey]]) -> None:
-        """Have the keeper delete these objects, and record that afterwards."""
-        self._deleting.update(by_slot)
-        for slot, objects in by_slot.items():
-            self._outbox.delete(slot, objects)
-        if by_slot:
-            self._record_removed(list(chain.from_iterable(by_slot.values())))
-
-    def _on_deleted(self, slot: int) -> None:
-        """The keeper has deleted the objects of this slot."""
-        self._tombstones.end(self._deleting.pop(slot))
-        self._budget.deleting -= self._sizes[slot]
-        if slot in self._unrecorded:
-            self._unrecorded.discard(slot)
-            self._budget.settle(self._sizes[slot])
-        self._sizes[slot] = 0
-        self._unused_handles.append(slot)
-
-    def _names(self, objects: Sequence[ObjectKey]) -> list[str]:
-        namespace = self._namespace.id
-        return [block_name(namespace, key, generation) for key, generation in objects]
-
-    def _record_removed(self, objects: Sequence[ObjectKey]) -> None:
-        self._outbox.removed([key for key, _ in objects], [gen for _, gen in objects])
+        self._tombstones.add(key, generation, self._outbox.now_us() / 1e6)
+        return key, generation
 
     def offered(self) -> Iterator[ObjectKey]:
         """All blocks that are offered, from any thread. A block that comes or goes meanwhile may be
@@ -272,3 +236,8 @@ class ObjectCatalogue(SlabTier):
             key = key_of[slot]
             if key is not None and where.get(key) == slot:
                 yield key, generation.get(key, 0)
+
+    def being_read(self) -> list[BlockKey]:
+        """Blocks that are pinned, from any thread."""
+        key_of = self._key_of
+        return [key for slot in list(self._pins) if (key := key_of[slot]) is not None]

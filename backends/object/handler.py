@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
-from kvtier.backends.object.budget.budget import clock
+from kvtier.backends.object.budget import clock
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError, StoreFull, TimedOut
@@ -105,7 +105,7 @@ def _check_lease(until: float) -> None:
     """Raises TimedOut if the lease is over. A deadline would not show it: its clock stands still
     while the machine sleeps, and another writer may have the room by now."""
     if clock() >= until:
-        raise TimedOut("the claim that gives this block its room has ended")
+        raise TimedOut("the share that gives this block its room has ended")
 
 
 def _outcome(call: Callable[_P, Outcome], *args: _P.args, **kwargs: _P.kwargs) -> Outcome:

@@ -18,7 +18,7 @@ class ObjectSpec(LoadStoreSpec, tag="object"):
     """For stores: for each block, names of evicted objects that are deleted before it is written,
     so that the budget holds."""
     until: float = math.inf
-    """For stores: when (by `budget.clock`) the claim ends that gives them room."""
+    """For stores: when (by `budget.clock`) the room that they were given is another's."""
 
     def __len__(self) -> int:
         return len(self.generations)

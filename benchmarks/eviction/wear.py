@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.report import Report
 from kvtier.backends.nvme.backend import BACKEND
 from kvtier.backends.nvme.settings import NvmeSettings
-from kvtier.backends.nvme.wear import NAME, read_entry
+from kvtier.backends.nvme.write_budget import NAME, read_entry
 from kvtier.interfaces.tier import TierContext
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, WriteRate

@@ -29,7 +29,7 @@ from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity
 from kvtier.slab import layout
 from kvtier.slab.folder import FolderLimits, SlabFolder
-from kvtier.slab.room import create_slab
+from kvtier.slab.shares import create_slab
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey, Namespace, Presence, block_key
 

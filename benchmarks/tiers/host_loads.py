@@ -61,8 +61,9 @@ def measure(report: Report, label: str, payload: int, turns: int) -> None:
         "torch": pages.by_torch(slots.payloads[own]),
     }
     walls, cpus = taken = in_turns(contestants, turns, WARM_UP)
-    for each in (*copiers, slots):
+    for each in copiers:
         each.close()
+    slots.close()
     label = f"{label} x {count}"
     for name in contestants:
         report.add(f"{label} {name}", taken.wall(name) * 1e3, "ms")

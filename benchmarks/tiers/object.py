@@ -33,10 +33,10 @@ from botocore.config import Config
 
 from benchmarks.measure import memory
 from benchmarks.report import Report
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.manifests import manifest
-from kvtier.backends.object.manifests.journal import Journal
+from kvtier.backends.object import manifests as manifest
+from kvtier.backends.object.caretaker import Limits
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
@@ -261,7 +261,7 @@ def knowing(report: Report) -> None:
             entries = manifest.pack_entries(
                 manifest.ADDED, keys, [0] * count, [2 << 20] * count, range(1, count + 1)
             )
-            Journal(store, namespace).append(entries)
+            Journal(store, namespace.id).append(entries)
             times = [_learn(store, namespace, keys) for _ in range(3)]
             report.at_most(f"{label} keys known", statistics.median(times), "s", limit_s)
 
@@ -306,7 +306,7 @@ def auditing(report: Report, count: int) -> None:
         entries = manifest.pack_entries(
             manifest.ADDED, keys, [0] * count, [2 << 20] * count, range(now_us, now_us + count)
         )
-        Journal(store, namespace).append(entries)
+        Journal(store, namespace.id).append(entries)
         keeper = Keeper(store, namespace, Limits(1 << 60, 5.0, 600.0))
         tier = ObjectTier(keeper, create_policy())
         keeper.open(tier.offered)
@@ -315,7 +315,7 @@ def auditing(report: Report, count: int) -> None:
         tier.start()
         keeper.start()
         alone = busy_loop(lambda: False, 2.0)
-        keeper.schedule.next_audit = 0.0
+        keeper._next_audit = 0.0
         auditor = threading.Thread(target=keeper.run_once)
         began = time.perf_counter()
         auditor.start()

@@ -15,13 +15,12 @@ import xxhash
 from campaign.damage.specimens import BLOCKS, NAMESPACE
 from campaign.fuzz.harness import Target
 from kvtier.backends.nvme.drives import parse as parse_counters
-from kvtier.backends.nvme.wear import Entry, WriteLedger, pack
+from kvtier.backends.nvme.write_budget import Entry, WriteLedger, pack
+from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object import object_names
-from kvtier.backends.object.budget.claim import parse_claim
-from kvtier.backends.object.housekeeping.use_counts import used_blocks
-from kvtier.backends.object.manifests import manifest
-from kvtier.backends.object.object_names import manifest_prefix, uses_prefix
+from kvtier.backends.object.object_names import manifest_prefix, parse_server, uses_prefix
 from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.use_counts import used_blocks
 from kvtier.cost import rates
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
@@ -172,7 +171,7 @@ def _uses(folder: Path) -> Target:
 
     def parse(data: bytes) -> None:
         path.write_bytes(mended(data))
-        found = used_blocks(store, NAMESPACE)
+        found = used_blocks(store, NAMESPACE.id)
         assert found is not None
         # One that says that it includes the other one stands for it.
         assert len(found) >= BLOCKS or other.encode() in data
@@ -187,7 +186,7 @@ def _names() -> Target:
         f"{manifest_prefix(NAMESPACE.id)}{_WRITER}-0000000001",
         f"{uses_prefix(NAMESPACE.id)}{_WRITER}-0000000001",
         object_names.description_name(NAMESPACE.id),
-        f"claims/{NAMESPACE.id}-{_WRITER * 2}-0000000001-12288-98304-98304-60000-an",
+        f"servers/{NAMESPACE.id}-{_WRITER * 2}-{_WRITER}-98304-12288",
     ]
 
     def parse(data: bytes) -> None:
@@ -198,12 +197,12 @@ def _names() -> Target:
         object_names.parse_manifest(name)
         object_names.parse_uses(name)
         object_names.described_namespace(name)
-        claim = parse_claim(name, 1.0)
-        assert claim is None or claim.name == name or claim.capacity >= 0
+        server = parse_server(name)
+        assert server is None or str(server) == name or server.capacity >= 0
 
     corpus = [name.encode() for name in names]
-    words = [b"/blocks/", b"claims/", b"../", b"-0", b"/manifest/"]
-    return Target(name="names and claims", corpus=corpus, parse=parse, typed=(), words=words)
+    words = [b"/blocks/", b"servers/", b"../", b"-0", b"/manifest/"]
+    return Target(name="names", corpus=corpus, parse=parse, typed=(), words=words)
 
 
 def _namespace() -> Target:

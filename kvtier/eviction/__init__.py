@@ -2,6 +2,7 @@
 
 - `policy`: the interface, the registry that finds policies by name, other packages' too, and `lru`.
 - `adaptive`: the default policy; `forecast`: what it learns with.
+- `retention`: which blocks go after all others, for whom and for how long.
 """
 
 from kvtier.eviction.policy import (

@@ -20,6 +20,8 @@ MAGIC = b"KVTBLK\r\n"
 VERSION = 2
 HEADER_BYTES = 4096
 ALIGN = 4096
+"""Of records in files and memory: what direct I/O asks for. Devices are not asked: where a file
+system refuses direct I/O at this alignment, files are read and written through its cache."""
 CODEC_RAW = 0
 PIECE_BYTES = 2 << 20
 TAIL_BYTES = 1024

@@ -6,7 +6,8 @@
 - `numbering`: the slots of many slabs, numbered through; blocks that stand in two.
 - `folder_tier`: the catalogue of a folder of slabs, which a keeper supplies with updates.
 - `files`, `folder`: the names and locks of a folder; its owners and slabs.
-- `room`: new slabs, and how engines and idle models divide the room.
+- `shares`: new slabs, and how engines and idle models divide the room.
+- `retention_list`: the file that names the retained blocks, for the next process.
 - `watch`, `keeper`: what changed in the tables; the thread that does all file work of a tier.
 - `inspect`, `folder_inspect`: the medium seen from outside, for the command line.
 """

@@ -59,7 +59,7 @@ from kvtier.slab.folder import SlabFolder, slab_bytes
 from kvtier.slab.folder_tier import FolderTier
 from kvtier.slab.inspect import Slab, SlabInspector, trouble
 from kvtier.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
-from kvtier.slab.room import retaining
+from kvtier.slab.shares import retaining
 from kvtier.system.disk import Disk, is_locked, lock_within
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
 

@@ -33,7 +33,7 @@ from kvtier.slab.files import (
 )
 from kvtier.slab.folder import FolderLimits, SlabFolder, differs_in
 from kvtier.slab.layout import SLOT_BITS, SLOT_MASK
-from kvtier.slab.room import Shares, create_slab
+from kvtier.slab.shares import Shares, create_slab
 from kvtier.slab.watch import Known, Problems, SlabUpdate, SlabWatch
 from kvtier.system.disk import Disk
 from kvtier.types import BlockKey

@@ -57,7 +57,10 @@ class AbandonableCalls:
             else:
                 self._start()
         self._waiting.put((call, result))
-        return result.result(min(seconds, threading.TIMEOUT_MAX))
+        try:
+            return result.result(min(seconds, threading.TIMEOUT_MAX))
+        finally:
+            del result  # which holds the error, whose traceback holds this frame
 
     def _start(self) -> None:
         if len(self._threads) >= self._most:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.processes.cli_world import command
 
-from kvtier.backends.object.housekeeping.use_counts import Uses
 from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.use_counts import Uses
 from kvtier.cli import app
 from kvtier.record.record import record_bytes
 from kvtier.slab.files import folder_locked

@@ -13,6 +13,7 @@ from support.object.certificates import make_certificate
 from support.object.object_servers import HostileServer, Opener, ServerProcess, serve_body
 from support.object.s3_client_helpers import PATIENT, store_at
 
+from kvtier.backends.object import lease as lease_module
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings
 
@@ -71,6 +72,13 @@ def moto_server(moto_process: ServerProcess) -> ServerProcess:
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with object_servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
         yield server
+
+
+@pytest.fixture
+def brief_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store without conditional puts each opening waits for servers that may be late; a test
+    that opens hundreds has none."""
+    monkeypatch.setattr(lease_module, "_SETTLE_S", 0.1)
 
 
 @pytest.fixture(scope="session")

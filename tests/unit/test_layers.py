@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli.app import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
@@ -56,7 +58,7 @@ GUARDS = {
     "kvtier/eviction/policy.py": "likewise",
     "kvtier/system/calls.py": "what a thread raises ends no wait for it",
     "kvtier/slab/keeper.py": "without its thread no slab is made",
-    "backends/object/housekeeping/keeper.py": "without its thread nothing is deleted",
+    "backends/object/keeper.py": "without its thread nothing is recorded",
     "backends/object/stores/credentials.py": "credentials come from programs of the user's",
     "backends/object/stores/bucket_store.py": "obstore's errors have no base of their own",
 }
@@ -316,3 +318,23 @@ def check_callers(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         name = getattr(node, "attr", None) or getattr(node, "id", None)
         assert name not in walks, f"{path}:{node.lineno} walks up Python's stack"
+
+
+def test_each_folder_lists_its_files() -> None:
+    """In backticks, in the docstring of its `__init__.py`; a list names nothing that is gone."""
+    wrong = []
+    for init in (*ROOT.glob("kvtier/*/**/__init__.py"), *ROOT.glob("backends/**/__init__.py")):
+        if "kvtier/backends" in str(init):
+            continue
+        there = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        named = {name.removesuffix(".py") for name in re.findall(r"`([^`]+)`", text)}
+        items = re.findall(r"^- (`[^:]*`):", text, re.MULTILINE)
+        leading = re.findall(r"`([^`]+)`", " ".join(items))
+        listed = {name.rstrip("/").removesuffix(".py") for name in leading}
+        folders = {path.name for path in init.parent.iterdir() if path.is_dir()}
+        if init.parent.name == "cli":  # "each command has a file of its name"
+            there -= {module for module, _ in COMMANDS.values()}
+        wrong += [f"{init}: {name} is gone" for name in sorted(listed - there - folders)]
+        wrong += [f"{init}: lacks {name}" for name in sorted(there - named)]
+    assert wrong == []

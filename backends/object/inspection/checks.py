@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier import amounts
-from kvtier.backends.object.inspection.store_access import local_folder
-from kvtier.backends.object.inspection.temporary_objects import new_probe
+from kvtier.backends.object.inspection.store_access import local_folder, new_probe
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
 from kvtier.backends.object.stores.store import PutOutcome, Store, is_name

@@ -1,21 +1,45 @@
-"""What lies in a store that nobody will ask for again."""
+"""What lies in a store that nobody will ask for again, and `kvtier gc`, which removes it.
+
+Any process may collect garbage at any time beside running servers. A block that one of them is just
+reading is an ordinary miss there, and a manifest tells them of the rest. Objects that kvtier did
+not name are never touched.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
-from kvtier.backends.object.housekeeping import gc
-from kvtier.backends.object.inspection.deletion import remove_idle
-from kvtier.backends.object.inspection.store_access import local_folder, opened_store
-from kvtier.backends.object.inspection.temporary_objects import left_behind, remove_left
+import msgspec
+import numpy as np
+
+from kvtier.backends.object import manifests, namespaces
+from kvtier.backends.object.inspection.store_access import (
+    left_behind,
+    local_folder,
+    opened_store,
+    remove_idle,
+    remove_left,
+)
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.object_names import ObjectKey, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of
-from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.errors import MediumError
 from kvtier.inspect import Contents, Garbage, Part, Reporter, inspector
 from kvtier.settings import WritePolicy
+
+_CRASHED_S = 3600.0
+"""A temporary file that has not been touched for so long has no writer any more."""
+_AT_ONCE = 1 << 14
+"""So many blocks are deleted and then recorded as removed: their manifest is written in time."""
+
+
+# -- for commands ----------------------------------------------------------------------------------
 
 
 def find_garbage(
@@ -68,26 +92,148 @@ def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
     if settings.write is WritePolicy.NEVER:  # how much others keep, and for how long, is up to them
         capacity, age_s = sys.maxsize, None
 
-    def survey(store: Store) -> gc.Survey:
-        return gc.survey(store, capacity, age_s, time.time(), going)
+    def look(store: Store) -> Survey:
+        return survey(store, capacity, age_s, time.time(), going)
 
-    def collect() -> bool:
+    def remove_blocks() -> bool:
         with opened_store(settings) as store:
-            found = survey(store)
-            gone = gc.collect(store, found)
+            found = look(store)
+            gone = collect(store, found)
         if kept := len(found.garbage) - gone:
             raise MediumError(f"the store kept {kept} of {len(found.garbage)} blocks: try again")
         return True
 
-    def remove(namespace: str) -> bool:
+    def remove_namespace(namespace: str) -> bool:
         with opened_store(settings) as store:
-            return gc.remove_empty_namespace(store, namespace, time.time())
+            return remove_empty_namespace(store, namespace, time.time())
 
     with opened_store(settings) as store:
-        found = survey(store)
+        found = look(store)
     if found.garbage:
         what = f"{len(found.garbage)} blocks that are too old or over the budget"
-        yield Garbage(what, settings.url, found.garbage_bytes, collect)
+        yield Garbage(what, settings.url, found.garbage_bytes, remove_blocks)
     for namespace, size in found.empty_namespaces.items():
         what = "what told of a namespace without blocks"
-        yield Garbage(what, _below(settings, namespace), size, partial(remove, namespace))
+        yield Garbage(what, _below(settings, namespace), size, partial(remove_namespace, namespace))
+
+
+# -- in the store ----------------------------------------------------------------------------------
+
+
+class Survey(msgspec.Struct):
+    """What lies below a url, and what of it should go, oldest first."""
+
+    blocks: int = 0
+    bytes: int = 0
+    garbage: list[ObjectInfo] = []
+    empty_namespaces: dict[str, int] = {}
+    """How many bytes describe each namespace that has no block and that nobody uses."""
+
+    @property
+    def garbage_bytes(self) -> int:
+        return sum(one.size for one in self.garbage)
+
+
+def survey(
+    store: Store,
+    capacity: int,
+    age_max_s: float | None,
+    now: float,
+    without: Collection[str] = (),
+) -> Survey:
+    """List everything and decide; deletes nothing. Raises StoreError. Namespaces in `without` count
+    as if they were gone.
+
+    There may be millions of blocks, so only times and sizes are kept. If the budget is exceeded,
+    everything is listed once more to find the names of the oldest.
+    """
+    found = Survey()
+    descriptions = namespaces.Descriptions()
+    times, sizes = array("d"), array("Q")
+    for info in store.list():
+        if info.name.partition("/")[0] in without:
+            continue
+        parsed = parse_block(info.name)
+        if parsed is None:
+            descriptions.add_other(info)
+            continue
+        descriptions.add_block(parsed[0])
+        found.blocks += 1
+        found.bytes += info.size
+        if age_max_s is not None and now - info.modified_s > age_max_s:
+            found.garbage.append(info)
+        else:
+            times.append(info.modified_s)
+            sizes.append(info.size)
+    surplus = found.bytes - found.garbage_bytes - capacity
+    if surplus > 0:
+        others = {one.name for one in found.garbage}
+        found.garbage += _oldest(store, times, sizes, surplus, others, without)
+    found.garbage.sort(key=lambda one: one.modified_s)
+    for namespace, size in descriptions.without_blocks().items():
+        if namespaces.is_unused(store, namespace, _store_time(now)):
+            found.empty_namespaces[namespace] = size
+    return found
+
+
+def _oldest(
+    store: Store,
+    times: array[float],
+    sizes: array[int],
+    surplus: int,
+    others: set[str],
+    without: Collection[str],
+) -> Iterator[ObjectInfo]:
+    """The oldest blocks that are together as large as the surplus."""
+    order = np.argsort(np.frombuffer(times), kind="stable")
+    summed = np.cumsum(np.frombuffer(sizes, np.uint64)[order])
+    last = min(int(np.searchsorted(summed, surplus)), len(order) - 1)
+    until = times[order[last]]
+    chosen = [
+        info
+        for info in store.list()
+        if info.modified_s <= until
+        and info.name not in others
+        and parse_block(info.name)
+        and info.name.partition("/")[0] not in without
+    ]
+    for info in sorted(chosen, key=lambda info: info.modified_s):
+        if surplus <= 0:
+            return
+        yield info
+        surplus -= info.size
+
+
+def remove_empty_namespace(store: Store, namespace: str, now: float) -> bool:
+    """Delete what describes a namespace without blocks, if nobody uses it. Raises StoreError."""
+    return namespaces.remove(store, namespace, _store_time(now))
+
+
+def _store_time(now: float) -> float:
+    """A time that is not later than the store's own, as far as clocks can be wrong."""
+    return now - manifests.SKEW_US / 1e6
+
+
+def collect(store: Store, found: Survey) -> int:
+    """Delete the garbage of a survey, and temporary files of crashed writers, and record that it is
+    gone. Returns how many blocks went. Raises StoreError.
+
+    It works batch by batch: all of it may take an hour, and an error must not undo what is done.
+    """
+    gone = 0
+    for start in range(0, len(found.garbage), _AT_ONCE):
+        batch = found.garbage[start : start + _AT_ONCE]
+        now_us = int(time.time() * 1e6)
+        failed = store.delete([one.name for one in batch])
+        gone += len(batch) - len(failed)
+        by_namespace: dict[str, list[ObjectKey]] = defaultdict(list)
+        for one in batch:
+            if one.name not in failed and (parsed := parse_block(one.name)) is not None:
+                by_namespace[parsed[0]].append(parsed[1:])
+        for name, objects in by_namespace.items():
+            keys, generations = zip(*objects, strict=True)
+            entries = manifests.pack_entries(manifests.REMOVED, keys, generations, 0, now_us)
+            Journal(store, name).append(entries)
+    for _ in store.sweep(_CRASHED_S):
+        pass
+    return gone

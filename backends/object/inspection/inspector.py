@@ -10,15 +10,17 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.object.inspection.checks import check_store
-from kvtier.backends.object.inspection.copy_source import ManifestSource
-from kvtier.backends.object.inspection.deletion import delete_objects, remove_namespace
-from kvtier.backends.object.inspection.filling import ObjectFilling
+from kvtier.backends.object.inspection.copies import ManifestSource, ObjectFilling, find_unrecorded
 from kvtier.backends.object.inspection.garbage import find_garbage
-from kvtier.backends.object.inspection.manifest_audit import find_unrecorded
 from kvtier.backends.object.inspection.proofs import StoreProver
-from kvtier.backends.object.inspection.store_access import local_folder, opened_store
+from kvtier.backends.object.inspection.store_access import (
+    delete_objects,
+    local_folder,
+    measuring_prefix,
+    opened_store,
+    remove_namespace,
+)
 from kvtier.backends.object.inspection.store_survey import StoreSurvey, closed
-from kvtier.backends.object.inspection.temporary_objects import measuring_prefix
 from kvtier.backends.object.object_names import blocks_prefix, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of, open_for
 from kvtier.backends.object.stores.errors import StoreError

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object.housekeeping.use_counts import count_uses, used_blocks
-from kvtier.backends.object.manifests.journal import Journal
-from kvtier.backends.object.manifests.manifest import ADDED, Entries
+from kvtier.backends.object import namespaces
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifests import ADDED, Entries
 from kvtier.backends.object.object_names import (
     blocks_prefix,
     described_namespace,
@@ -19,15 +19,13 @@ from kvtier.backends.object.object_names import (
 )
 from kvtier.backends.object.stores.errors import Forbidden, StoreError, TimedOut
 from kvtier.backends.object.stores.store import (
-    NAMESPACES_MAX,
     ObjectInfo,
     Store,
-    bounded,
     check_namespaces,
     read_description,
 )
+from kvtier.backends.object.use_counts import count_uses, used_blocks
 from kvtier.inspect import Contents, Depth, Part, Reporter
-from kvtier.inspect.contents import NAMESPACE_ID
 from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey, Namespace
 
@@ -77,7 +75,7 @@ class StoreSurvey:
         every = np.concatenate([self.manifests[name], entries])
         self.manifests[name] = every
         if name in self.uses:
-            self.uses[name] = count_uses(store, self._found.namespaces[name], every)
+            self.uses[name] = count_uses(store, name, every)
         part.blocks += len(entries)
         part.bytes += int(entries["size"].sum())
         part.add_times(float(times.min()), float(times.max()))
@@ -88,7 +86,7 @@ class StoreSurvey:
     def _name(self, store: Store) -> None:
         """Which namespaces have blocks, by the first of each."""
         failed: StoreError | None = None
-        for name in bounded(_namespace_names(store), NAMESPACES_MAX, "namespaces"):
+        for name in namespaces.listed(store):
             if any(parse_block(info.name) for info in store.list(blocks_prefix(name))):
                 part = self._part(name)
                 self._found.parts.append(part)
@@ -133,7 +131,7 @@ class StoreSurvey:
             with self._troubled_if_closed(name):
                 namespace = self._describe(store, name)
                 shown = self._uses_of is not None and name.startswith(self._uses_of)
-                if shown and namespace and (found := used_blocks(store, namespace)) is not None:
+                if shown and namespace and (found := used_blocks(store, name)) is not None:
                     self.used_blocks[name] = _by_key(found)
                     part.add_uses(0, 0.0)
         except StoreError as error:
@@ -164,7 +162,7 @@ class StoreSurvey:
         return namespace
 
     def _read_manifests(self, store: Store) -> None:
-        for name in bounded(_namespace_names(store), NAMESPACES_MAX, "namespaces"):
+        for name in namespaces.listed(store):
             with self._troubled_if_closed(name):
                 self._read_namespace(store, name)
 
@@ -178,7 +176,7 @@ class StoreSurvey:
                     f"{name[:12]} --tier object removes them"
                 )
             return
-        entries = Journal(store, namespace).read_all()
+        entries = Journal(store, name).read_all()
         added = entries[entries["kind"] == ADDED]
         part = self._part(name)
         part.blocks = len(added)
@@ -188,7 +186,7 @@ class StoreSurvey:
             part.add_times(float(times.min()), float(times.max()))
         self.manifests[name] = added
         if self._uses_of is not None and name.startswith(self._uses_of):
-            self.uses[name] = count_uses(store, namespace, added)
+            self.uses[name] = count_uses(store, name, added)
         self._found.parts.append(part)
 
 
@@ -200,13 +198,3 @@ def closed(where: str, name: str) -> str:
 def _by_key(found: Entries) -> dict[BlockKey, tuple[int, float]]:
     uses = zip(found["size"].tolist(), (found["time_us"] / 1e6).tolist(), strict=True)
     return dict(zip(keys_of(found), uses, strict=True))
-
-
-def _namespace_names(store: Store) -> Iterator[str]:
-    """The namespaces below a url, one short listing each."""
-    after = ""
-    while (info := next(store.list(after=after), None)) is not None:
-        name = info.name.partition("/")[0]
-        if NAMESPACE_ID.fullmatch(name):
-            yield name
-        after = f"{name}0"  # behind all that begins with the name and "/"

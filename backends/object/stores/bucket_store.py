@@ -63,7 +63,7 @@ _SOON_S = 0.1
 _FEW = 4
 """So few objects are deleted one by one: whether the store knows bulk deletes does not matter."""
 _SINGLE_BATCH = 32
-"""Few enough to end soon: between batches the keeper renews its claim, or closes."""
+"""Few enough to end soon: between batches the caretaker confirms its lease."""
 
 
 class _Clients(NamedTuple):
@@ -166,14 +166,17 @@ class BucketStore(Store):
                 raise FileNotFoundError(what) from None
             if response is not None:
                 raise self._meaning(response, clients.place, reading=reading) from None
-            meaning = client_error(error, clients.place)
-            if isinstance(meaning, TLSRefused):
-                self._connected = None  # the authorities are read anew
-            raise meaning from None
+            raise self._client_meaning(error, clients.place) from None
         except BaseException as error:
             if type(error).__module__ != "pyo3_runtime":
                 raise
             raise Unavailable(f"obstore itself failed at {what}") from error  # a panic in Rust
+
+    def _client_meaning(self, error: Exception, place: Place) -> StoreError:
+        meaning = client_error(error, place)
+        if isinstance(meaning, TLSRefused):
+            self._connected = None  # the authorities are read anew
+        return meaning
 
     def _meaning(self, response: Response, place: Place, *, reading: bool) -> StoreError:
         if response.rotated and place.chain is not None:

@@ -52,7 +52,7 @@ from kvtier.system.disk import Disk, read_all, write_all
 _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
 _DELETES_AT_ONCE = 32
-"""Few enough to end soon on a network file system: the keeper renews its claim in between."""
+"""Few enough to end soon on a network file system: the caretaker confirms its lease in between."""
 _ATTEMPTS = 8
 _SCANS_MAX = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}

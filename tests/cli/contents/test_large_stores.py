@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.backends.object.inspection import inspector, proofs, store_access
-from kvtier.backends.object.inspection.deletion import empty_store, remove_namespace
+from kvtier.backends.object.inspection.store_access import empty_store, remove_namespace
 from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.settings import ObjectSettings
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable

@@ -25,7 +25,7 @@ from kvtier.record.record import record_bytes
 from kvtier.slab import folder_inspect as nvme_garbage
 from kvtier.slab import folder_inspect as nvme_inspector
 from kvtier.slab.folder_inspect import remove_home
-from kvtier.slab.room import retaining
+from kvtier.slab.shares import retaining
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import Namespace
 

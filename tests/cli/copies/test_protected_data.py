@@ -16,10 +16,9 @@ from support.processes.cli_world import command
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.backends.object.budget.claim import PREFIX
 from kvtier.backends.object.inspection import proofs
-from kvtier.backends.object.inspection.temporary_objects import left_behind, new_probe, remove_left
-from kvtier.backends.object.object_names import description_name, uses_prefix
+from kvtier.backends.object.inspection.store_access import left_behind, new_probe, remove_left
+from kvtier.backends.object.object_names import SERVERS, description_name, uses_prefix
 from kvtier.backends.object.settings import open_for
 from kvtier.cli import clear as gc
 from kvtier.cli.inspect import look
@@ -102,10 +101,10 @@ def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_pat
     assert len(objects(stored)) == BLOCKS
     # Manifests are young: servers of others write them.
     for path in (tmp_path / "store").rglob("*"):
-        if path.is_file() and ("claims" in path.parts or "uses" in path.parts):
+        if path.name == "namespace.json" or (path.is_file() and "uses" in path.parts):
             os.utime(path, (0, 0))
     settings: Any = config.tiers[2]
-    for name in (f"{PREFIX}{NAMESPACE.id}-x", f"{uses_prefix(NAMESPACE.id)}x"):
+    for name in (f"{SERVERS}{NAMESPACE.id}-x", f"{uses_prefix(NAMESPACE.id)}x"):
         with closing(open_for(settings)) as store:
             store.put(name, [memoryview(b"x")])
         assert not idle.remove()

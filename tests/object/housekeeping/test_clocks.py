@@ -16,10 +16,10 @@ from support.object.manual_keepers import (
     opened,
 )
 
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.manifests.journal import Journal
-from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, pack_entries
+from kvtier.backends.object.caretaker import Limits
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.manifests import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.tier import ObjectTier
@@ -54,11 +54,11 @@ def test_an_entry_by_a_clock_that_is_ahead_is_removed(
     keys = make_keys(3)
     entries = pack_entries(ADDED, keys, [0] * 3, [RECORD] * 3, [0] * 3)
     entries["time_us"] = at_us
-    Journal(store, NAMESPACE).append(entries)
+    Journal(store, NAMESPACE.id).append(entries)
     for _ in range(2):
         keeper, tier = opened(store)
         assert tier.stats().blocks == 0
-        left = Journal(store, NAMESPACE).read_all()
+        left = Journal(store, NAMESPACE.id).read_all()
         assert not (left["kind"] == ADDED).any()
         keeper.close()
     damaged = {record.args for record in caplog.records}
@@ -70,15 +70,15 @@ def test_a_block_by_a_clock_that_is_far_ahead_is_found_gone_and_all_else_written
 ) -> None:
     [strange, own] = make_keys(2)
     keeper, tier = opened(store)
-    Journal(store, NAMESPACE).append(pack_entries(ADDED, [strange], [0], [RECORD], [1 << 53]))
-    keeper.schedule.next_look = 0.0
+    Journal(store, NAMESPACE.id).append(pack_entries(ADDED, [strange], [0], [RECORD], [1 << 53]))
+    keeper._next_look = 0.0
     keeper.run_once()
     tier.tick()
     tier.prepare_load([strange])
     tier.complete_load([strange], {strange: Outcome.GONE})
     keeper.outbox.added([own], [0], [RECORD])
     keeper.flush()
-    left = Journal(store, NAMESPACE).read_all()
+    left = Journal(store, NAMESPACE.id).read_all()
     assert left["kind"].tolist() == [ADDED, REMOVED]
     assert not caplog.records
 
@@ -89,11 +89,11 @@ def test_a_clock_that_is_ahead_keeps_no_size_from_being_corrected(tmp_path: Path
     store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
     now_us = int(time.time() * 1e6)
     times = [now_us, now_us + 10**15]
-    journal = Journal(store, NAMESPACE)
+    journal = Journal(store, NAMESPACE.id)
     journal.append(pack_entries(ADDED, [key, other], [0, 0], [RECORD] * 2, times))
     keeper, tier = opened(store)
     journal.append(pack_entries(ADDED, [key], [0], [RECORD // 2], [now_us - 10**8]))
-    keeper.schedule.next_look = 0.0
+    keeper._next_look = 0.0
     keeper.run_once()
     tier.tick()
     assert keeper.budget.used == RECORD // 2, "heard late, as if it were the latest"

@@ -13,12 +13,11 @@ from support.object.manual_keepers import LockedStore
 from support.object.object_servers import ServerProcess
 from support.object.object_subjects import FOLDER, BucketSubject
 
-from kvtier.backends.object import open_for, writer_ids
-from kvtier.backends.object.budget.claim import Claim
-from kvtier.backends.object.housekeeping import empty_namespaces
-from kvtier.backends.object.manifests.journal import Journal
-from kvtier.backends.object.manifests.manifest import ADDED
-from kvtier.backends.object.object_names import description_name
+from kvtier.backends.object import namespaces as empty_namespaces
+from kvtier.backends.object import open_for
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifests import ADDED
+from kvtier.backends.object.object_names import SERVERS, ServerName, description_name
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, Store
@@ -28,6 +27,7 @@ from kvtier.types import Namespace
 
 HOUR = 3600.0
 OLD = Namespace(facts={"model": "retired"}, group_bytes=NAMESPACE.group_bytes)
+SERVER = ServerName(OLD.id, "ab" * 16, "cd" * 8, 9, 3)
 
 
 def retire(folder: Path) -> FileStore:
@@ -37,14 +37,15 @@ def retire(folder: Path) -> FileStore:
     rig.tier.touch(keys)
     rig.close()
     store = FileStore(folder / "store")
+    store.put(str(SERVER), [])  # one that was killed
     store.delete([info.name for info in store.list(f"{OLD.id}/blocks/")])
-    assert {kind(info.name) for info in store.list()} >= {"claims", "manifest", "namespace.json"}
+    assert {kind(info.name) for info in store.list()} >= {"servers", "manifest", "namespace.json"}
     return store
 
 
 def kind(name: str) -> str:
     parts = name.split("/")
-    return parts[0] if parts[0] == "claims" else parts[1]
+    return parts[0] if parts[0] == "servers" else parts[1]
 
 
 def age(store: FileStore, seconds: float, having: str = "") -> None:
@@ -70,13 +71,13 @@ def test_all_that_tells_of_it_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("locked", ["manifest", "namespace.json"])
 def test_what_cannot_be_deleted_keeps_what_goes_after_it(tmp_path: Path, locked: str) -> None:
-    """What is left of manifests can still be read, and what has no claim is nobody's."""
+    """What is left of manifests can still be read."""
     retire(tmp_path)
     store = LockedStore(tmp_path / "store", lambda name: locked in name)
     age(store, 2 * HOUR)
     assert not empty_namespaces.remove(store, OLD.id, time.time())
     kinds = {kind(name) for name in left(store)}
-    assert kinds == {"claims", "namespace.json"} | {locked}
+    assert kinds == {"namespace.json", locked}
 
 
 def test_the_audit_of_another_model_does_it(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_the_audit_of_another_model_does_it(tmp_path: Path) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("young", ["manifest", "namespace.json", "claims"])
+@pytest.mark.parametrize("young", ["manifest", "namespace.json", "servers"])
 def test_what_is_young_keeps_the_rest(tmp_path: Path, young: str) -> None:
     store = retire(tmp_path)
     age(store, 2 * HOUR)
@@ -110,7 +111,7 @@ def test_what_is_young_keeps_the_rest(tmp_path: Path, young: str) -> None:
         f"{OLD.id}/blocks/00/11/" + "0011" + "ab" * 34 + "-0",
         f"{OLD.id}/blocks2/anything",
         f"{OLD.id}/manifest/mine",
-        f"claims/{OLD.id}-of-a-newer-kvtier",
+        f"{OLD.id}/more/of-a-newer-kvtier",
     ],
 )
 def test_blocks_and_what_is_not_known_keep_the_rest(tmp_path: Path, name: str) -> None:
@@ -121,20 +122,6 @@ def test_blocks_and_what_is_not_known_keep_the_rest(tmp_path: Path, name: str) -
     assert name in before
     assert not gone(store)
     assert left(store) == before
-
-
-def test_a_claim_that_may_be_renewed_keeps_the_rest(tmp_path: Path) -> None:
-    store = retire(tmp_path)
-    own = writer_ids.new_writer_id()
-    elsewhere = f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
-    day_ms = 24 * 3_600_000
-    claim = Claim(OLD.id, elsewhere, 1, 5, 9, day_ms, "s", False).name
-    store.put(claim, [])
-    age(store, 2 * HOUR)
-    assert not gone(store)
-    age(store, 48 * HOUR)
-    assert gone(store)
-    writer_ids.mark_ended(own)
 
 
 def test_a_description_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
@@ -168,10 +155,10 @@ class Meanwhile(FileStore):
         return self.inner.delete(names, **more)
 
 
-SERVERS = [pytest.param(name, marks=pytest.mark.s3) for name in ("rclone", "moto", "azurite")]
+SERVER_PARAMS = [pytest.param(name, marks=pytest.mark.s3) for name in ("rclone", "moto", "azurite")]
 
 
-@pytest.fixture(params=["folder", *SERVERS])
+@pytest.fixture(params=["folder", *SERVER_PARAMS])
 def subject(request: pytest.FixtureRequest) -> Subject:
     if request.param == "folder":
         return FOLDER
@@ -203,9 +190,9 @@ def test_a_server_that_comes_at_any_moment_loses_nothing(
         come()
     [rig] = rigs
     assert rig.get(keys) == keys
-    stated = Journal(store, OLD).read_all()
+    stated = Journal(store, OLD.id).read_all()
     assert set(keys_of(stated[stated["kind"] == ADDED])) >= set(keys)
-    assert [info for info in store.list("claims/") if OLD.id in info.name]
+    assert [info for info in store.list(SERVERS) if OLD.id in info.name]
     rig.settle()
     assert rig.get(keys) == keys
     assert rig.put(make_keys(1, start=20)), "nobody was taken for dead"

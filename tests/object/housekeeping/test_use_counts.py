@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ import pytest
 from support.object.manual_keepers import created
 from support.processes.clocks import Clock
 
-from kvtier.backends.object.housekeeping import use_counts as uses_module
-from kvtier.backends.object.housekeeping.use_counts import Uses, count_uses
-from kvtier.backends.object.manifests import manifest
-from kvtier.backends.object.manifests.manifest import ADDED, HEAD_BYTES, USED, Entries
+from kvtier.backends.object import manifests as manifest
+from kvtier.backends.object import use_counts as uses_module
+from kvtier.backends.object.manifests import ADDED, HEAD_BYTES, USED, Entries
 from kvtier.backends.object.object_names import uses_prefix
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
+from kvtier.backends.object.use_counts import Uses, count_uses
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
@@ -40,7 +41,7 @@ def store(tmp_path: Path) -> FileStore:
 
 
 def counted(store: FileStore) -> list[int]:
-    return count_uses(store, NAMESPACE, BLOCKS)[0].tolist()
+    return count_uses(store, NAMESPACE.id, BLOCKS)[0].tolist()
 
 
 def names(store: FileStore) -> list[str]:
@@ -49,7 +50,7 @@ def names(store: FileStore) -> list[str]:
 
 def served(store: FileStore, *requests: Sequence[BlockKey]) -> None:
     """A server, from its start to its end."""
-    uses = Uses(store, NAMESPACE, 600.0)
+    uses = Uses(store, NAMESPACE.id, secrets.token_hex(8), 600.0)
     for keys in requests:
         uses.note(keys)
     uses.close()
@@ -66,7 +67,7 @@ def test_all_servers_count_together(store: FileStore) -> None:
 
 def test_a_list_is_written_when_it_is_due(store: FileStore) -> None:
     clock = Clock(0.0)
-    uses = Uses(store, NAMESPACE, 600.0, clock=clock)
+    uses = Uses(store, NAMESPACE.id, secrets.token_hex(8), 600.0, clock=clock)
     for at, expected in ((1.0, 0), (601.0, 2), (602.0, 2), (1202.0, 4)):
         clock.now = at
         uses.note(KEYS[:1])
@@ -106,7 +107,7 @@ def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -
         def put(self, *args: object, **more: object) -> object:  # type: ignore[override]
             raise Unavailable("not now")
 
-    uses = Uses(Away(tmp_path / "store"), NAMESPACE, 600.0, clock=clock)
+    uses = Uses(Away(tmp_path / "store"), NAMESPACE.id, "ab" * 8, 600.0, clock=clock)
     uses.note(KEYS[:1])
     clock.now = 600.0
     uses.look()  # raises nothing: all else that is due must be done
@@ -193,7 +194,7 @@ def test_memory_and_lists_are_bounded(store: FileStore, monkeypatch: pytest.Monk
     monkeypatch.setattr(uses_module, "_BLOCKS_MAX", 100)
     monkeypatch.setattr(uses_module, "_JOINED_MAX", 50)
     many = make_keys(2000, start=100)
-    uses = Uses(store, NAMESPACE, 600.0)
+    uses = Uses(store, NAMESPACE.id, secrets.token_hex(8), 600.0)
     for start in range(0, 2000, 20):
         uses.note([*KEYS[:2], *many[start : start + 20]])
         uses.look()
@@ -213,7 +214,7 @@ def test_many_blocks(store: FileStore) -> None:
     many = make_keys(10_000)
     served(store, *(many for _ in range(10)))
     blocks = entries_of(ADDED, many, [1] * len(many))
-    assert (count_uses(store, NAMESPACE, blocks)[0] == 10).all()
+    assert (count_uses(store, NAMESPACE.id, blocks)[0] == 10).all()
 
 
 def test_a_join_that_is_cut_short_counts_nothing_twice(store: FileStore) -> None:
@@ -239,7 +240,7 @@ def test_what_else_lies_there_does_not_hide_lists(store: FileStore) -> None:
 def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> None:
     clock = Clock(0.0)
     store = Undeletable(tmp_path / "store")
-    uses = Uses(store, NAMESPACE, 600.0, clock=clock)
+    uses = Uses(store, NAMESPACE.id, secrets.token_hex(8), 600.0, clock=clock)
     for _ in range(40):
         clock.now += 600.0
         uses.note(KEYS[:1])

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backends.object.manifests import manifest
-from kvtier.backends.object.manifests import merge as merge_module
-from kvtier.backends.object.manifests.manifest import ADDED, REMOVED, Entries
-from kvtier.backends.object.manifests.merge import merge
+from kvtier.backends.object import manifests as manifest
+from kvtier.backends.object import manifests as merge_module
+from kvtier.backends.object.manifests import ADDED, REMOVED, Entries, merge
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys

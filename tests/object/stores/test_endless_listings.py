@@ -14,15 +14,13 @@ import pytest
 from support.object.manual_keepers import CAPACITY, RECORD
 from support.object.object_servers import ENTRY, HostileServer, Peer, answer
 
-from kvtier.backends.object.budget import claim
-from kvtier.backends.object.housekeeping import keeper as keeper_module
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.inspection import store_survey
+from kvtier.backends.object import journal, lease, namespaces
+from kvtier.backends.object import keeper as keeper_module
+from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.inspection.store_survey import StoreSurvey
-from kvtier.backends.object.manifests import journal
-from kvtier.backends.object.manifests.journal import Journal
-from kvtier.backends.object.object_names import block_name
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.object_names import ServerName, block_name
 from kvtier.backends.object.stores import bucket_store, retry, store
 from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.errors import EndlessListing, Unavailable
@@ -58,12 +56,33 @@ class Endless:
         self.pages = 0
         self._requests = count()
         self._number = count()
+        self._objects: dict[bytes, bytes] = {}
+
+    def _serve_object(self, peer: Peer, head: bytes, body: bytes) -> None:
+        verb, path = head.split(b" ")[:2]
+        if verb == b"PUT":
+            refused = b"if-none-match" in head.lower() and path in self._objects
+            self._objects[path] = self._objects[path] if refused else body
+            peer.sendall(answer(412 if refused else 200))
+        elif verb == b"GET" and path in self._objects:
+            peer.sendall(answer(200, self._objects[path]))
+        else:
+            peer.sendall(answer(404 if verb in (b"GET", b"HEAD") else 200))
 
     def serve(self, peer: Peer, head: bytes) -> None:
-        peer.read_body(head)
+        body = peer.read_body(head)
         if b"list-type=2" not in head:
-            peer.sendall(answer(200))
-        elif b"prefix=" in head:
+            self._serve_object(peer, head, body)
+        elif b"prefix=caretaker" in head:
+            held = {
+                path.partition(b"/caretaker/")[2]: len(at) for path, at in self._objects.items()
+            }
+            terms = ((f"caretaker/{term.decode()}", size) for term, size in held.items() if term)
+            shown = "".join(ENTRY.format(key=name, size=size) for name, size in sorted(terms))
+            peer.sendall(answer(200, f"<ListBucketResult>{shown}</ListBucketResult>".encode()))
+        elif b"prefix=" in head or (
+            b"start-after=" in head and self.name is block and not self.breaks
+        ):
             peer.sendall(answer(200, b"<ListBucketResult></ListBucketResult>"))
         elif self.breaks and next(self._requests) % 2:
             peer.sendall(answer(500))
@@ -86,6 +105,7 @@ def endless() -> Endless:
 def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(retry, "LISTED_MAX", 2500)
     monkeypatch.setattr(store, "NAMESPACES_MAX", 20)
+    monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 20)
     with HostileServer(endless.serve) as server:
         opened = open_store(
             "s3://bucket",
@@ -177,7 +197,7 @@ def test_a_listing_that_fails_after_minutes_is_not_begun_at_once_again(tmp_path:
 def test_namespaces_without_end(
     bucket: Store, endless: Endless, monkeypatch: pytest.MonkeyPatch, depth: Depth
 ) -> None:
-    monkeypatch.setattr(store_survey, "NAMESPACES_MAX", 20)
+    monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 20)
     monkeypatch.setattr(StoreSurvey, "_describe", lambda *_: None)
     monkeypatch.setattr(retry, "LISTED_MAX", 10**6)
     endless.name = lambda number: re.sub("^.{32}", f"{number:032x}", block(number))
@@ -198,11 +218,12 @@ class Listed(FileStore):
         return super().list(prefix, **more)
 
 
-def test_claims_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "_CLAIMS_MAX", 50)
-    claims = Listed(tmp_path / "store", "claims/", "claims/{}".format)
-    with pytest.raises(EndlessListing, match="50 claims"):
-        claim.claims_by_writer(claims)
+def test_servers_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_SERVERS_MAX", 50)
+    servers = Listed(tmp_path / "store", "servers/", "servers/{}".format)
+    own = ServerName(NAMESPACE.id, "ab" * 16, "f" * 16, 9, 3)
+    with pytest.raises(EndlessListing, match="50 servers"):
+        lease.Servers(servers, 30.0).look(own)
 
 
 def test_manifests_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +231,7 @@ def test_manifests_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     below = f"{NAMESPACE.id}/manifest/"
     manifests = Listed(tmp_path / "store", below, lambda n: f"{below}{n:016x}-{0:010d}")
     with pytest.raises(EndlessListing, match="50 manifests"):
-        Journal(manifests, NAMESPACE).read_all()
+        Journal(manifests, NAMESPACE.id).read_all()
 
 
 @pytest.mark.parametrize("name", [namespace, lambda n: re.sub("^.{32}", f"{n:032x}", block(n))])
@@ -218,6 +239,7 @@ def test_models_without_end_end_an_audit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Names
 ) -> None:
     monkeypatch.setattr(store, "NAMESPACES_MAX", 50)
+    monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 50)
     keeper = Keeper(Listed(tmp_path / "store", "", name), NAMESPACE, Limits(CAPACITY, 5.0, 600.0))
     with pytest.raises(EndlessListing, match="50 namespaces"):
         keeper.open(lambda: iter(()))

@@ -22,7 +22,7 @@ NAMES = [
     "ns/blocks/ab/abcd-0",
     "ns/manifest/0001-0001",
     "ns/uses/writer",
-    "claims/ns-writer",
+    "caretaker/0001-0001",
     "plain",
 ]
 PLACES = sorted({"/".join(name.split("/")[:depth]) for name in NAMES for depth in range(1, 5)})

@@ -4,7 +4,14 @@ import pytest
 from support.object.object_servers import ServerProcess
 from support.object.object_subjects import FOLDER, BucketSubject
 
+from kvtier.backends.object import keeper as keeper_module
 from kvtier.testing.contract import TierContract
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mock on a busy machine needs seconds for a listing, before which nothing is stored."""
+    monkeypatch.setattr(keeper_module, "_OPEN_S", 600.0)
 
 
 class TestFolder(TierContract):
@@ -27,7 +34,7 @@ class TestRclone(TierContract):
     """A real process that checks signatures, and overwrites where it should refuse."""
 
     @pytest.fixture(autouse=True)
-    def server(self, rclone_server: ServerProcess) -> None:
+    def server(self, rclone_server: ServerProcess, brief_settling: None) -> None:
         type(self).subject = BucketSubject(rclone_server.endpoint)
 
 

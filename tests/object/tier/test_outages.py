@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvtier.backends.object import BACKEND, ObjectSettings, handler
-from kvtier.backends.object.budget import budget
+from kvtier.backends.object import BACKEND, ObjectSettings, budget, handler
 from kvtier.backends.object.object_names import block_name, parse_block
 from kvtier.backends.object.stores.errors import StoreError, StoreFull, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore

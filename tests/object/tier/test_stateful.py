@@ -31,7 +31,7 @@ class TestMoto(tier_machine(MOTO).TestCase):  # type: ignore[misc]
 @pytest.mark.slow
 class TestRclone(tier_machine(RCLONE).TestCase):  # type: ignore[misc]
     @pytest.fixture(autouse=True)
-    def server(self, rclone_server: ServerProcess) -> None:
+    def server(self, rclone_server: ServerProcess, brief_settling: None) -> None:
         RCLONE.endpoint = rclone_server.endpoint
 
 

@@ -11,10 +11,10 @@ import pytest
 from support.tiers.nvme_rig import Engine, LowDisk, within
 
 from kvtier.slab import layout
-from kvtier.slab import room as room_module
+from kvtier.slab import shares as shares_module
 from kvtier.slab.files import hold_owner, length, owner_path, used_at, used_bytes
 from kvtier.slab.folder import SlabFolder
-from kvtier.slab.room import Shares, reclaim
+from kvtier.slab.shares import Shares, reclaim
 from kvtier.slab.watch import changes
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -321,7 +321,7 @@ def test_a_folder_is_weighed_once_however_many_slabs_have_to_go(
         return used_bytes(root)
 
     folder = SlabFolder(rich.root, OTHER, Disk())
-    monkeypatch.setattr(room_module, "used_bytes", weigh)
+    monkeypatch.setattr(shares_module, "used_bytes", weigh)
     slabs = sorted(rich.root.rglob("*.table"))
     size = sum(length(slabs[0].with_suffix(suffix)) for suffix in (".table", ".slab"))
     room = used_bytes(rich.root) - 2 * size
@@ -346,7 +346,7 @@ def test_a_slow_disk_does_not_hold_a_folder_up(
             super().unlink(path)
 
     folder = SlabFolder(rich.root, OTHER, SlowDisk())
-    monkeypatch.setattr(room_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(shares_module.time, "monotonic", lambda: now)
     slabs = len(list(rich.root.rglob("*.table")))
     assert slabs > 2
     while reclaim(folder, within(1 << 30), 1 << 40):

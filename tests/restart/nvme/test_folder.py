@@ -16,7 +16,7 @@ from support.tiers.nvme_rig import Engine, LowDisk, child, expect, within
 
 from kvtier.slab.files import is_empty, used_bytes
 from kvtier.slab.folder import SlabFolder
-from kvtier.slab.room import reclaim, retaining
+from kvtier.slab.shares import reclaim, retaining
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys, sealed
 from kvtier.types import Namespace, Outcome

@@ -27,7 +27,7 @@ from kvtier.slab import keeper as keeper_module
 from kvtier.slab import layout
 from kvtier.slab.files import NOBODY
 from kvtier.slab.folder import FolderLimits, SlabFolder
-from kvtier.slab.room import create_slab
+from kvtier.slab.shares import create_slab
 from kvtier.slab.watch import SlabUpdate
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -122,7 +122,7 @@ import os, sys
 from pathlib import Path
 from kvtier.slab.folder import SlabFolder
 from kvtier.slab.folder import FolderLimits
-from kvtier.slab.room import create_slab
+from kvtier.slab.shares import create_slab
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE
 folder = SlabFolder(Path(sys.argv[1]), NAMESPACE, Disk())

@@ -14,7 +14,7 @@ from kvtier.record.record import Buffer, record_bytes
 from kvtier.slab import folder_tier as tier_module
 from kvtier.slab.folder import FolderLimits, SlabFolder
 from kvtier.slab.layout import ENTRY_BYTES, TABLE_AT
-from kvtier.slab.room import create_slab
+from kvtier.slab.shares import create_slab
 from kvtier.system.disk import AnyPath, Disk, is_locked
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome

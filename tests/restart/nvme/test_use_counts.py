@@ -26,7 +26,7 @@ from kvtier.slab import layout
 from kvtier.slab.files import used_bytes
 from kvtier.slab.folder import SlabFolder
 from kvtier.slab.keeper import SlabKeeper
-from kvtier.slab.room import fair_share
+from kvtier.slab.shares import fair_share
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey

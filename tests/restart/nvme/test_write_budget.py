@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.tiers.nvme_rig import Engine
 
-from kvtier.backends.nvme.wear import read_entry, written_bytes
+from kvtier.backends.nvme.write_budget import read_entry, written_bytes
 from kvtier.record.record import Buffer
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys

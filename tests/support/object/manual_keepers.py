@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
-from kvtier.backends.object.manifests.journal import Journal
-from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
+from kvtier.backends.object.caretaker import Limits
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.keeper import Keeper
+from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
@@ -35,9 +35,10 @@ class ListedStore(FileStore):
         self.blocks = [ObjectInfo(name, RECORD, modified_s) for name in names]
 
     def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
-        if prefix:
-            return super().list(prefix, **more)
-        return iter(self.blocks)
+        after = more.get("after", "")
+        beside = (i for i in super().list(prefix, **more) if "/blocks/" not in i.name)
+        blocks = (i for i in self.blocks if i.name.startswith(prefix) and i.name > after)
+        return iter(sorted([*beside, *blocks], key=lambda info: info.name))
 
 
 class LockedStore(FileStore):
@@ -67,7 +68,7 @@ def opened(store: Store, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
 
 def look(keeper: Keeper, tier: ObjectTier) -> None:
     """The keeper's look, as if it were due, and the tier hears of it."""
-    keeper.schedule.next_look = 0.0
+    keeper._next_look = 0.0
     keeper.run_once()
     tier.tick()
 
@@ -77,7 +78,7 @@ def filled(store: FileStore, count: int) -> list[BlockKey]:
     keys = make_keys(count)
     for key in keys:
         store.put(block_name(NAMESPACE.id, key), [memoryview(bytes(RECORD))])
-    Journal(store, NAMESPACE).append(
+    Journal(store, NAMESPACE.id).append(
         pack_entries(ADDED, keys, [0] * count, [RECORD] * count, [10**15] * count)
     )
     return keys

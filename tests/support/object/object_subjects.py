@@ -26,9 +26,9 @@ class FolderSubject(Subject):
     shared = True
     revives = True
     sheds = True
-    # manifests and the namespaces' descriptions, and what two engines store before they hear of
-    # each other
-    overhead_bytes = (64 << 10) + 8 * 12288
+    # manifests and descriptions, what is being deleted, and what two engines store before they
+    # hear of each other
+    overhead_bytes = (64 << 10) + 16 * 12288
 
     def settings(self, folder: Path, blocks: int, record_bytes: int) -> ObjectSettings:
         return ObjectSettings(

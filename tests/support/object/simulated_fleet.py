@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier.backends.object.housekeeping.keeper import Keeper
-from kvtier.backends.object.housekeeping.keeper_limits import Limits
+from kvtier.backends.object.caretaker import Limits
+from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import block_name, described_namespace, parse_block
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store, first_bytes
@@ -37,8 +37,11 @@ _SINGLE_DELETES = 4
 class CountingStore(Store):
     """Objects in memory, by a clock that others move."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.now = 1.7e9
+        self.block_bytes = self.there = 0
+        """Of each block, and of all that lie there."""
+        self.block_bytes = block_bytes
         self.requests: Counter[str] = Counter()
         """By kind of request, and what it is for."""
         self.bytes_read = 0
@@ -55,9 +58,11 @@ class CountingStore(Store):
         if if_absent and name in self._objects:
             return PutOutcome.ALREADY_THERE
         data = b"".join(bytes(view) for view in buffers)
+        is_block = parse_block(name) is not None
         if name not in self._objects:
             bisect.insort(self._names, name)
-        size = BLOCK_BYTES if parse_block(name) else len(data)
+            self.there += is_block * self.block_bytes
+        size = self.block_bytes if is_block else len(data)
         self._objects[name] = (data, size, self.now)
         return PutOutcome.STORED
 
@@ -91,6 +96,7 @@ class CountingStore(Store):
         for name in names:
             if self._objects.pop(name, None) is not None:
                 del self._names[bisect.bisect_left(self._names, name)]
+                self.there -= (parse_block(name) is not None) * self.block_bytes
         return {}
 
     def _info(self, name: str) -> ObjectInfo:
@@ -98,7 +104,7 @@ class CountingStore(Store):
         return ObjectInfo(name, size, at)
 
     def _count(self, request: str, name: str, times: int = 1) -> None:
-        kinds = ("claims", "manifest", "uses", "blocks")
+        kinds = ("servers", "caretaker", "manifest", "uses", "retained", "blocks")
         what = next((kind for kind in kinds if kind in name), "everything")
         self.requests[f"{request} {what}"] += times
 
@@ -116,12 +122,16 @@ class Fleet:
         capacity_blocks: int = 10_000_000,
         skews: Sequence[float] = (0.0,),
         seed: int = 1,
+        namespace: Namespace = NAMESPACE,
     ) -> None:
         self.store = store
         self.stored = self.dropped = 0
         self.rate = blocks_a_second
         self._rng = random.Random(seed)
-        self._capacity = capacity_blocks * BLOCK_BYTES
+        self._capacity = capacity_blocks * store.block_bytes
+        self._namespace = namespace
+        self._asleep: dict[int, float] = {}
+        """Servers that are stopped, and until when."""
         self._number = 0
         self.servers: list[tuple[Keeper, ObjectTier]] = []
         self._owed: list[float] = []
@@ -131,7 +141,7 @@ class Fleet:
 
     def join(
         self,
-        namespace: Namespace = NAMESPACE,
+        namespace: Namespace | None = None,
         *,
         capacity: int | None = None,
         skew_s: float = 0.0,
@@ -142,18 +152,28 @@ class Fleet:
             return self.store.now + skew_s
 
         limits = Limits(capacity or self._capacity, refresh_s=5.0, audit_s=600.0)
-        keeper = Keeper(self.store, namespace, limits, clock=clock, steady=self.store.clock)
+        keeper = Keeper(
+            self.store,
+            namespace or self._namespace,
+            limits,
+            clock=clock,
+            steady=self.store.clock,
+            sleep=lambda _: None,
+        )
         tier = ObjectTier(keeper, create_policy(), clock)
         keeper.open(tier.offered)
         tier.start()
         self.servers.append((keeper, tier))
         self._owed.append(self._rng.random())
 
-    def run(self, seconds: float) -> None:
-        end = self.store.now + seconds
+    def run(self, seconds: float) -> int:
+        """The most bytes that lay there at the end of a step."""
+        end, most = self.store.now + seconds, self.store.there
         while self.store.now < end:
             self.store.now += _STEP_S
             for at in self._rng.sample(range(len(self.servers)), len(self.servers)):
+                if self._asleep.get(at, 0.0) > self.store.now:
+                    continue
                 keeper, tier = self.servers[at]
                 self._owed[at] += self.rate * _STEP_S
                 count = int(self._owed[at])
@@ -161,6 +181,21 @@ class Fleet:
                 self.fill(tier, count)
                 tier.tick()
                 keeper.run_once()
+                most = max(most, self.store.there)
+        return most
+
+    def stop(self, at: int, seconds: float = 1e9) -> None:
+        """A server does nothing for so long; by default it is dead."""
+        self._asleep[at] = self.store.now + seconds
+
+    def caretaker(self) -> int:
+        """Which server is the caretaker."""
+        [found] = [
+            at
+            for at, (keeper, _) in enumerate(self.servers)
+            if keeper.caretaker is not None and self._asleep.get(at, 0.0) <= self.store.now
+        ]
+        return found
 
     def fill(self, tier: ObjectTier, count: int) -> None:
         if not count:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.backends.nvme import NvmeHandler, NvmeTier
-from kvtier.backends.nvme.wear import leases_of
+from kvtier.backends.nvme.write_budget import leases_of
 from kvtier.eviction import create_policy
 from kvtier.record.record import record_bytes
 from kvtier.slab.folder import FolderLimits, SlabFolder

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes.clocks import Clock
 
-from kvtier.backends.nvme.wear import Entry, Leases, WriteLedger, pack, read_entry, unpack
+from kvtier.backends.nvme.write_budget import Entry, Leases, WriteLedger, pack, read_entry, unpack
 from kvtier.chain.admission import SPREAD_S
 from kvtier.interfaces.write_budget import WriteAllowance
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier import Stack
 from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.inspection.inspector import ObjectInspector
-from kvtier.backends.object.manifests.manifest import ADDED, pack_entries
+from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.cli.inspect import look
 from kvtier.cli.sink import Choice, ChoiceReader, Numbers, choose
 from kvtier.config import StackConfig, load

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -77,3 +80,25 @@ def test_nothing_of_a_call_is_held_when_it_has_ended() -> None:
         calls.run(memoryview(memory).tobytes, 10.0)
     calls.close()
     memory.extend(b"x")  # which raises while anybody holds a view
+
+
+def test_what_a_call_that_raised_has_held_is_free_at_once() -> None:
+    """As connections are: no cycle waits for Python's garbage collector."""
+
+    class Connection:
+        pass
+
+    def fail(connection: Connection) -> None:
+        raise OSError
+
+    calls, connection = AbandonableCalls("test-calls", 1), Connection()
+    closed = weakref.ref(connection)
+    gc.disable()
+    try:
+        with pytest.raises(OSError):
+            calls.run(functools.partial(fail, connection), 10.0)
+        calls.close()
+        del connection
+        assert closed() is None
+    finally:
+        gc.enable()

@@ -1,6 +1,6 @@
-"""Long work beside a busy thread: the GIL is given up again and again.
+"""Long work beside a busy thread: it gives the GIL up again and again.
 
-A thread that wants the lock otherwise waits for five milliseconds each time, and an engine's
+A thread that wants the GIL otherwise waits for five milliseconds each time, and an engine's
 scheduler wants it all the time.
 """
 
@@ -15,10 +15,10 @@ CHUNK = 256
 """About so many rows are worked on in one slice."""
 
 
-class LockYield:
+class GilYield:
     """Called all the time by long work. When a slice is over it sleeps, and calls `meanwhile`."""
 
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.alone = True
         """No other thread can be disturbed: do not sleep."""
         self._meanwhile = meanwhile

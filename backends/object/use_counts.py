@@ -1,21 +1,22 @@
-"""How often blocks were used, as all servers of a namespace have counted it together.
+"""How often blocks were used and which are retained, as servers write it down beside manifests.
 
     <namespace>/uses/<writer>-<number>
+    <namespace>/retained/<writer>
 
-A list is a manifest with entries of a kind of its own, which have a count in place of the size.
-Each server writes now and then what its requests have used most. A server that finds many lists
-joins them into one that names those it covers, so that none counts twice. These are only
-statistics, by which `--hottest` chooses. What a dead writer had not written, and what cannot be
-read, does not count.
+A list is a manifest with entries of a kind of its own. A list of uses has a count in place of the
+size, and each server writes one now and then of what its requests have used most. A server that
+finds many joins them into one that names those it covers, so that none counts twice. These are only
+statistics: the caretaker evicts by them, and `--hottest` chooses by them. What a dead server had
+not written, and what cannot be read, does not count. A list of retained blocks has the ends of the
+retentions; it counts while its server lives.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from operator import itemgetter
@@ -23,20 +24,20 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.backends.object.lock_yield import CHUNK
-from kvtier.backends.object.manifests import manifest
-from kvtier.backends.object.manifests.manifest import ENTRY, USED, Entries
-from kvtier.backends.object.object_names import parse_uses, uses_prefix
+from kvtier.backends.object import manifests
+from kvtier.backends.object.gil_yield import CHUNK
+from kvtier.backends.object.manifests import ENTRY, RETAINED, USED, Entries
+from kvtier.backends.object.object_names import parse_uses, retained_prefix, uses_prefix
 from kvtier.backends.object.stores.errors import Forbidden, LengthMismatch, StoreError
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.errors import FormatError, NewerFormat
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey
 
 _log = logging.getLogger(__name__)
 
 _REQUESTS_MAX = 4096
 """So many requests are remembered between two looks."""
-_BLOCKS_MAX = 1 << 14
+_BLOCKS_MAX = 1 << 16
 """So many blocks are counted between two lists. If there are more, only those that are used more
 than the median are kept."""
 _JOINED_MAX = 1 << 16
@@ -50,28 +51,29 @@ _COUNT_MAX = (1 << 32) - 1
 
 
 class Uses:
-    """Counts what the requests of one server use. `note` is for the tier's thread, the rest for the
-    keeper's."""
+    """Counts what the requests of one server use. `note` and `retain` are for the tier's thread,
+    the rest for the keeper's."""
 
     def __init__(
         self,
         store: Store,
-        namespace: Namespace,
+        namespace: str,
+        writer: str,
         every_s: float,
         pause: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._prefix = uses_prefix(namespace.id)
+        self._writer = writer
         self._every_s = every_s
         self._pause = pause
         self._clock = clock
-        self._writer = secrets.token_hex(8)
         self._number = 0
         self._next = clock() + every_s
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
         self._counts: Counter[BlockKey] = Counter()
+        self._retained: Mapping[BlockKey, float] | None = None
         self._undeleted = 0
         """So many lists have been joined that the store would not delete."""
 
@@ -79,14 +81,19 @@ class Uses:
         """A request has used these blocks."""
         self._noted.append(keys)
 
+    def retain(self, blocks: Mapping[BlockKey, float]) -> None:
+        """These blocks are retained now, each until a time in seconds of the epoch."""
+        self._retained = blocks
+
     def look(self) -> None:
-        """Write a list when one is due. An error holds up nothing else: the next list has all
+        """Write lists when they are due. An error holds up nothing else: the next list has all
         counts."""
         self.count()
         if self._clock() >= self._next:
             self._next = self._clock() + self._every_s
             try:
                 self._write()
+                self._write_retained()
             except StoreError as error:
                 _log.debug("uses are not written down: %s", error)
 
@@ -97,7 +104,7 @@ class Uses:
         if chosen:
             counts, times = zip(*chosen.values(), strict=True)
             times_us = [int(at * 1e6) for at in times]
-            self._put(manifest.pack_entries(USED, list(chosen), 0, counts, times_us))
+            self._put(manifests.pack_entries(USED, list(chosen), 0, counts, times_us))
             self._join()
 
     def count(self) -> None:
@@ -110,8 +117,10 @@ class Uses:
             self._pause()
 
     def close(self) -> None:
-        """Write the last list."""
+        """Write the last list, and retain nothing more."""
         self._next = 0.0
+        if self._retained is not None:
+            self._retained = {}
         self.look()
 
     def _write(self) -> None:
@@ -122,11 +131,23 @@ class Uses:
         counts = iter(self._counts.items())
         while some := dict(islice(counts, CHUNK)):
             keys, uses = list(some), list(some.values())
-            pieces.append(manifest.pack_entries(USED, keys, 0, uses, now_us))
+            pieces.append(manifests.pack_entries(USED, keys, 0, uses, now_us))
             self._pause()
         self._put(np.concatenate(pieces))
         self._counts.clear()
         self._join()
+
+    def _write_retained(self) -> None:
+        blocks, self._retained = self._retained, None
+        if blocks is None:
+            return
+        name = f"{retained_prefix(self._namespace)}{self._writer}"
+        if not blocks:
+            self._store.delete([name])
+            return
+        ends = [int(min(until, 1e10) * 1e6) for until in blocks.values()]
+        entries = manifests.pack_entries(RETAINED, list(blocks), 0, 0, ends)
+        self._store.put(name, manifests.pack(bytes.fromhex(self._namespace), entries))
 
     def _join(self) -> None:
         most = _JOIN_MIN + self._undeleted
@@ -140,13 +161,13 @@ class Uses:
             entries = entries[np.argsort(entries["size"])[-_JOINED_MAX:]]
             entries["size"] //= 2
         self._put(entries, lists.names)
-        names = [f"{self._prefix}{name}" for name in lists.names]
+        names = [f"{uses_prefix(self._namespace)}{name}" for name in lists.names]
         self._undeleted = len(self._store.delete(names))
 
     def _put(self, entries: Entries, covers: Sequence[str] = ()) -> None:
-        name = f"{self._prefix}{self._writer}-{self._number:010d}"
+        name = f"{uses_prefix(self._namespace)}{self._writer}-{self._number:010d}"
         self._number += 1
-        self._store.put(name, manifest.pack(self._namespace.digest, entries, covers))
+        self._store.put(name, manifests.pack(bytes.fromhex(self._namespace), entries, covers))
 
 
 class _Lists:
@@ -156,44 +177,44 @@ class _Lists:
     version, nor those that may not be read.
     """
 
-    def __init__(self, store: Store, namespace: Namespace) -> None:
+    def __init__(self, store: Store, namespace: str, skipped: Collection[str] = ()) -> None:
         self.names: list[str] = []
         self.left_out = False
         """Whether there were too many bytes to read them all."""
-        self._read: list[tuple[list[str], str, Entries]] = []
+        self.read: list[tuple[list[str], str, Entries]] = []
         left = _LISTS_BYTES_MAX
         for name, info in islice(_listed(store, namespace), _LISTS_MAX):
+            if name in skipped:
+                self.names.append(name)
+                continue
             size = info.size if info.size <= _LIST_BYTES_MAX else 0
             if size > left:
                 self.left_out = True  # for the next server that joins
                 continue
             left -= size
-            data = memoryview(bytearray(size))
             try:
-                length = store.get(info.name, [data])
-                if length is None:
-                    continue  # another server joins it
-                entries, covers = manifest.unpack(data[:length], namespace.digest, kinds=(USED,))
+                found = _read_list(store, namespace, info.name, size, USED)
             except (NewerFormat, Forbidden):
                 continue
             except (FormatError, LengthMismatch):
                 self.names.append(name)
                 continue
-            self.names.append(name)
-            self._read.append((covers, name, entries))
+            if found is not None:  # else another server joins it
+                self.names.append(name)
+                self.read.append((found[1], name, found[0]))
 
     def sum(self) -> Entries:
         """One entry for each block, with all its uses and the time of the latest."""
-        joined = {name for covers, _, _ in self._read for name in covers}
+        joined = {name for covers, _, _ in self.read for name in covers}
         counted: set[str] = set()
         pieces = [np.zeros(0, ENTRY)]
-        for covers, name, entries in sorted(self._read, key=lambda read: -len(read[0])):
+        for covers, name, entries in sorted(self.read, key=lambda read: -len(read[0])):
             if name not in joined and counted.isdisjoint(covers):
                 counted.update(covers)
                 pieces.append(entries)
         entries = np.concatenate(pieces)
         _, first, which = np.unique(
-            manifest.fingerprints(entries), return_index=True, return_inverse=True
+            manifests.fingerprints(entries), return_index=True, return_inverse=True
         )
         counts, times = np.zeros((2, len(first)), np.uint64)
         np.add.at(counts, which, np.minimum(entries["size"], _COUNT_MAX))
@@ -204,28 +225,61 @@ class _Lists:
         return found
 
 
-def _listed(store: Store, namespace: Namespace) -> Iterator[tuple[str, ObjectInfo]]:
+def _listed(store: Store, namespace: str) -> Iterator[tuple[str, ObjectInfo]]:
     """The names of the lists of a namespace."""
-    for info in store.list(uses_prefix(namespace.id)):
+    for info in store.list(uses_prefix(namespace)):
         if name := parse_uses(info.name):
             yield name, info
 
 
-def used_blocks(store: Store, namespace: Namespace) -> Entries | None:
+def _read_list(
+    store: Store, namespace: str, name: str, size: int, kind: int
+) -> tuple[Entries, list[str]] | None:
+    data = memoryview(bytearray(size))
+    length = store.get(name, [data])
+    if length is None:
+        return None
+    return manifests.unpack(data[:length], bytes.fromhex(namespace), kinds=(kind,))
+
+
+def used_blocks(store: Store, namespace: str) -> Entries | None:
     """One entry for each block that was used, with its uses in place of the size, and the time of
     the latest. None if there are no lists. Raises StoreError."""
     lists = _Lists(store, namespace)
     return lists.sum() if lists.names else None
 
 
+def new_uses(store: Store, namespace: str, read: set[str]) -> Entries:
+    """The uses in lists that are not in `read`, which has the names of all of them afterwards.
+    Raises StoreError."""
+    lists = _Lists(store, namespace, skipped=read)
+    read.clear()
+    read.update(lists.names)
+    return lists.sum()
+
+
+def retained_blocks(store: Store, namespace: str, writers: Collection[str]) -> list[Entries]:
+    """What these servers retain, with the ends as times. Raises StoreError."""
+    found = []
+    prefix = retained_prefix(namespace)
+    for info in store.list(prefix) if writers else ():
+        if info.name.removeprefix(prefix) in writers and info.size <= _LIST_BYTES_MAX:
+            try:
+                listed = _read_list(store, namespace, info.name, info.size, RETAINED)
+            except (FormatError, LengthMismatch, Forbidden):
+                continue
+            found += [] if listed is None else [listed[0]]
+    return found
+
+
 def count_uses(
-    store: Store, namespace: Namespace, blocks: Entries
+    store: Store, namespace: str, blocks: Entries
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """How often each of these blocks was used, and in which second last; raises StoreError."""
     found = _Lists(store, namespace).sum()
     counts, times = np.zeros((2, len(blocks)), np.uint32)
     if len(found):
-        known, wanted = manifest.fingerprints(found), manifest.fingerprints(blocks)
+        known, wanted = manifests.fingerprints(found), manifests.fingerprints(blocks)
         order = np.argsort(known)
         at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(order) - 1)]
         same = known[at] == wanted

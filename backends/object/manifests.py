@@ -1,15 +1,15 @@
 """The format of a manifest: a list of entries about blocks that were added or removed.
 
-A manifest is one immutable object. Any number of writers append by writing new manifests under
-names of their own, so no writer can overwrite another's. The state of a namespace is the union of
-all manifests: of all entries about one object the latest counts, in whatever order they are read.
-Several manifests may be joined into one that lists those it covers.
+A manifest is one immutable object. Every server appends by writing new manifests under names of its
+own, so no server can overwrite another's. The state of a namespace is the union of all manifests:
+of all entries about one object the latest counts, in whatever order they are read. The caretaker
+joins manifests into one that lists those it covers.
 
     8s magic, u16 version, u16 0, u32 bytes of the cover list, u64 entries, 16s namespace,
     u64 xxh3 of the entries, u64 xxh3 of all before it and the cover list
     cover list: names, one a line
-    entries of 64 bytes: u8 key length, u8 kind, u16 generation, u32 0, u64 size, u64 microseconds
-    since the epoch, 40s key
+    entries of 64 bytes: u8 key length, u8 kind, u16 generation, u32 last use in seconds since the
+    epoch (0: not known), u64 size, u64 microseconds since the epoch, 40s key
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -24,6 +25,7 @@ import xxhash
 from kvtier.backends.object.stores.store import OBJECT_BYTES_MAX
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.record.record import Buffer
+from kvtier.slab.layout import keys_of
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTMAN\r\n"
@@ -32,13 +34,15 @@ ADDED = 1
 REMOVED = 2
 USED = 3
 """Stands in lists of uses only, which have the same format (see `use_counts`)."""
+RETAINED = 4
+"""Stands in lists of retained blocks only; the time is the end of the retention."""
 
 ENTRY = np.dtype(
     [
         ("key_bytes", "u1"),
         ("kind", "u1"),
         ("generation", "<u2"),
-        ("zero", "<u4"),
+        ("used_s", "<u4"),
         ("size", "<u8"),
         ("time_us", "<u8"),
         ("key", f"V{KEY_BYTES_MAX}"),
@@ -179,3 +183,99 @@ def _key_words(entries: Entries) -> npt.NDArray[np.uint64]:
     """The bytes of the keys, padded with zeros, as columns of 64-bit words."""
     words = np.ascontiguousarray(entries).view("<u8").reshape(-1, ENTRY.itemsize // 8)
     return words.T[-KEY_BYTES_MAX // 8 :]
+
+
+class Rows(msgspec.Struct):
+    """Blocks, in columns; times in seconds since the epoch."""
+
+    keys: list[BlockKey] = []
+    generations: list[int] = []
+    sizes: list[int] = []
+    times: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: BlockKey, generation: int, size: int, at: float) -> None:
+        self.keys.append(key)
+        self.generations.append(generation)
+        self.sizes.append(size)
+        self.times.append(at)
+
+    def __getitem__(self, cut: slice) -> Rows:
+        return Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
+
+
+def rows_of(entries: Entries) -> Rows:
+    """The blocks of these entries."""
+    return Rows(
+        keys_of(entries),
+        entries["generation"].tolist(),
+        entries["size"].tolist(),
+        (entries["time_us"] / 1e6).tolist(),
+    )
+
+
+# -- merging ----------------------------------------------------------------------
+
+_OPAQUE = np.dtype(f"V{ENTRY.itemsize}")
+"""Whole entries without fields, which numpy moves several times as fast."""
+_ROWS_AT_ONCE = 1 << 16
+
+
+def merge(pieces: list[Entries]) -> Entries:
+    """The latest entry of every object, oldest first. `pieces` is empty afterwards."""
+    entries = _concatenate(pieces)
+    # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
+    # objects, would forget one block
+    prints = fingerprints(entries, entries["generation"])
+    if not _unique(prints):
+        latest = np.zeros(len(entries), np.bool_)
+        latest[_latest_rows(prints, entries)] = True
+        entries = _keep(entries, latest)
+    del prints
+    order = np.argsort(entries["time_us"], kind="stable")
+    misplaced = order != np.arange(len(order))
+    if misplaced.any():
+        first = int(misplaced.argmax())
+        moved = entries.view(_OPAQUE)
+        moved[first:] = moved[order[first:]]
+    return entries
+
+
+def _concatenate(pieces: list[Entries]) -> Entries:
+    """All entries, those of the oldest piece first."""
+    pieces.sort(key=lambda piece: int(piece["time_us"][0]) if len(piece) else 0, reverse=True)
+    whole = np.empty(sum(map(len, pieces)), _OPAQUE)
+    end = 0
+    while pieces:
+        piece = np.ascontiguousarray(pieces.pop()).view(_OPAQUE)
+        whole[end : end + len(piece)] = piece
+        end += len(piece)
+    return whole.view(ENTRY)
+
+
+def _keep(entries: Entries, chosen: npt.NDArray[np.bool_]) -> Entries:
+    """The chosen entries, moved to the front in place. They are copied if they are few."""
+    whole = entries.view(_OPAQUE)
+    end = 0
+    for start in range(0, len(whole), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        kept = whole[rows][chosen[rows]]
+        whole[end : end + len(kept)] = kept
+        end += len(kept)
+    return entries[:end] if 2 * end > len(entries) else entries[:end].copy()
+
+
+def _unique(prints: npt.NDArray[np.uint64]) -> bool:
+    in_order = np.sort(prints)
+    return bool((in_order[1:] != in_order[:-1]).all())
+
+
+def _latest_rows(prints: npt.NDArray[np.uint64], entries: Entries) -> npt.NDArray[np.intp]:
+    """The row of the latest entry of each object. Of two with the same time the removal counts,
+    because it is the safer one."""
+    order = np.lexsort((entries["kind"], entries["time_us"], prints))
+    prints = prints[order]
+    latest: npt.NDArray[np.intp] = order[np.append(prints[1:] != prints[:-1], True)]
+    return latest

@@ -1,0 +1,190 @@
+"""Who is the caretaker: by conditional puts, without them, and whatever clocks say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.backends.object import lease as lease_module
+from kvtier.backends.object import writer_ids
+from kvtier.backends.object.lease import Lease, LeaseLost, Presence, Report, Servers
+from kvtier.backends.object.object_names import ServerName, term_name
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.store import Buffer, PutOutcome
+
+LEASE_S = 30.0
+
+
+class Clock:
+    def __init__(self, at: float = 0.0) -> None:
+        self.at = at
+
+    def __call__(self) -> float:
+        return self.at
+
+
+class LastWins(FileStore):
+    """A store that does not refuse what is there."""
+
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        return super().put(name, buffers, **(more | {"if_absent": False}))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def elsewhere() -> str:
+    """A server of another machine: nobody here knows whether it lives."""
+    own = writer_ids.new_writer_id()
+    return f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
+
+
+def candidate(store: FileStore, clock: Clock, **more: Any) -> Lease:
+    return Lease(store, elsewhere(), LEASE_S, clock, **({"sleep": lambda _: None} | more))
+
+
+def test_one_of_many_and_then_another(store: FileStore) -> None:
+    """Their clocks say quite different things."""
+    clocks = [Clock(1e9 * number) for number in range(3)]
+    leases = [candidate(store, clock) for clock in clocks]
+    assert [lease.look() for lease in leases] == [None] * 3
+    assert [lease.acquire() for lease in leases] == [True, False, False]
+    leases[0].publish(Report(bytes=7, measured=True))
+    for lease in leases[1:]:
+        report = lease.look()
+        assert report is not None
+        assert report.bytes == 7
+    for clock in clocks:
+        clock.at += 1.4 * LEASE_S
+    assert leases[1].look() is not None, "it may just be about to renew it"
+    clocks[2].at += 0.2 * LEASE_S
+    assert leases[2].look() is None
+    assert leases[2].acquire()
+    assert leases[2].last_report.bytes == 7
+    with pytest.raises(LeaseLost):
+        leases[0].confirm()
+    with pytest.raises(LeaseLost):
+        leases[0].publish(Report())
+    leases[0].look()
+    assert not leases[0].held
+
+
+def test_its_lease_is_over_for_itself_before_it_is_for_others(store: FileStore) -> None:
+    clock = Clock()
+    lease = candidate(store, clock)
+    lease.look()
+    assert lease.acquire()
+    assert 0 < lease.confirm() < LEASE_S
+    clock.at += 0.9 * LEASE_S
+    with pytest.raises(LeaseLost):
+        lease.confirm()
+    assert lease.held, "it may still renew it"
+    lease.publish(Report())
+    assert lease.confirm() > 0
+
+
+def test_a_later_term_is_seen_before_anything_is_deleted(store: FileStore) -> None:
+    lease = candidate(store, Clock())
+    lease.look()
+    assert lease.acquire()
+    store.put(term_name(2), [memoryview(b"{}")])
+    with pytest.raises(LeaseLost):
+        lease.confirm()
+    assert not lease.held
+
+
+@pytest.mark.parametrize("lost", [b"", b"another's", None])
+def test_a_lease_whose_object_is_not_as_it_was_written(
+    store: FileStore, lost: bytes | None
+) -> None:
+    lease = candidate(store, Clock())
+    lease.look()
+    assert lease.acquire()
+    if lost is None:
+        store.delete([term_name(1)])
+    else:
+        store.put(term_name(1), [memoryview(lost)])
+    with pytest.raises(LeaseLost):
+        lease.confirm()
+
+
+def test_without_conditional_puts_the_last_writer_wins(tmp_path: Path) -> None:
+    store = LastWins(tmp_path / "store")
+    later = candidate(store, Clock())
+    later.look()
+    won: list[bool] = []
+
+    def meanwhile(seconds: float) -> None:
+        assert seconds >= lease_module._SETTLE_S
+        won.append(later.acquire())
+
+    first = candidate(store, Clock(), sleep=meanwhile)
+    first.look()
+    assert not first.acquire()
+    assert won == [True]
+    assert later.confirm() > 0
+
+
+def test_without_conditional_puts_a_lease_begins_after_the_wait(tmp_path: Path) -> None:
+    """Else a short one would be over before it begins."""
+    clock = Clock()
+
+    def wait(seconds: float) -> None:
+        clock.at += 2 * LEASE_S
+
+    lease = candidate(LastWins(tmp_path / "store"), clock, sleep=wait)
+    lease.look()
+    assert lease.acquire()
+    assert lease.confirm() > 0
+    lease.publish(Report(measured=True))
+
+
+def test_who_closes_makes_room_at_once_and_who_died_here_too(store: FileStore) -> None:
+    first = candidate(store, Clock())
+    first.look()
+    assert first.acquire()
+    first.close()
+    dead = writer_ids.new_writer_id()
+    second = Lease(store, dead, LEASE_S, Clock())
+    assert second.look() is None
+    assert second.acquire()
+    third = candidate(store, Clock())
+    assert third.look() is not None
+    writer_ids.mark_ended(dead)
+    assert third.look() is None
+    assert third.acquire()
+
+
+def test_servers_live_as_long_as_they_say_so(store: FileStore) -> None:
+    clock, ours = Clock(), Clock(5e8)
+    names = [ServerName("ab" * 16, elsewhere(), f"{number:016x}", 9, 3) for number in range(2)]
+    presences = [Presence(store, name, LEASE_S, clock) for name in names]
+    servers = Servers(store, LEASE_S, ours)
+    own = ServerName("ab" * 16, elsewhere(), "f" * 16, 9, 3)
+    for presence in presences:
+        presence.renew()
+    assert servers.look(own) == ({name.writer: name for name in [own, *names]}, [])
+    presences[1].renew(lacks_room=True)
+    servers.look(own)
+    assert servers.lacking_room == {names[1].writer}
+    for at in range(1, 8):
+        clock.at = 10.0 * at
+        ours.at += 10.0
+        presences[1].renew()
+        # as if by a store whose clock goes: two renewals have different times
+        for info in store.list("servers/"):
+            if info.name == str(names[1]):
+                os.utime(store.root / info.name, (at, at))
+        living, dead = servers.look(own)
+        assert names[1].writer in living
+        assert (names[0].writer in living) == (10.0 * at <= 1.5 * LEASE_S)
+        assert dead == ([names[0]] if at == 5 else [])
+    assert presences[0].until < clock.at
+    presences[1].close()
+    assert list(store.list("servers/")) == []
