@@ -102,8 +102,9 @@ def bound_to_degree(vllm_config: Any, kv_cache_config: Any) -> str | None:
     specs = list(layer_specs(kv_cache_config))
     kinds = {type(spec).__name__ for spec in specs}
     if kinds == {_LATENT}:
-        config = build_offloading_config(vllm_config, kv_cache_config)
-        return None if degree == 1 or ranks_alike(config) else "its ranks are of several machines"
+        if degree == 1 or ranks_alike(build_offloading_config(vllm_config, kv_cache_config)):
+            return None
+        return "its ranks are on several machines"
     if others := kinds - _BY_HEADS:
         return f"a cache of {', '.join(sorted(others))} is not divided by heads"
     heads = vllm_config.model_config.get_total_num_kv_heads()
