@@ -88,9 +88,11 @@ class ChainManager:
         *,
         region: str,
         ranks: int,
+        parts: int | None = None,
         costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Records that its ranks write have so many `parts`: the namespace's, if that says it."""
         self.stack = stack
         self.chain = stack.chain
         self._region, self._ranks = region, ranks
@@ -100,8 +102,9 @@ class ChainManager:
         self._requests = Requests()
         self.load = EngineLoad(self._requests, costs, clock)
         namespace = stack.namespace
-        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, namespace.parts)
-        self._copies = max(1, ranks // namespace.parts)
+        parts = parts or namespace.parts or ranks
+        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, parts)
+        self._copies = max(1, ranks // parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._deadlines = LoadDeadlines(costs, clock, self._load_seconds)
         self._deferrals = Deferrals(self.chain, self._requests, self._deadlines, costs, clock)

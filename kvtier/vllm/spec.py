@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
+from kvtier.device.layout import HeadShape
 from kvtier.errors import KVTierError
 from kvtier.guard import guarded, never_raising
 from kvtier.interfaces.backend import backend
@@ -36,6 +37,7 @@ from kvtier.vllm.miss_socket import MissSocket
 from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import (
     check_first_tier,
+    crosses_degrees,
     engine_name,
     read_engine,
     read_namespace,
@@ -55,6 +57,9 @@ Incomplete = Callable[[Collection[bytes], Any], set[bytes]]
 class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
     """Opens the stack for the scheduler, and a rank's copies for a worker."""
 
+    heads: Sequence[Sequence[HeadShape]] = ()
+    """Of a worker's KV tensors, by cache group and layer."""
+
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
         return definitions(extra_config)
@@ -65,6 +70,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         check_first_tier(stack)
         namespace = read_namespace(self.extra_config)
         ranks = config.parallel.world_size
+        parts = 1 if ranks_alike(config) else ranks
         costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
             stack,
@@ -73,6 +79,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             costs=costs,
             engine=engine_name(stack, config.parallel),
             near=self._near,
+            ranks=ranks,
         )
         assert isinstance(opened.host, RegionHandler)
         opened.host.region.name_engine(self._engine)
@@ -81,6 +88,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             opened,
             region=str(opened.host.region.path),
             ranks=ranks,
+            parts=parts,
             costs=costs,
         )
         keeps = stack.sleep is stack_config.Sleep.KEEP
@@ -101,6 +109,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
                 group_ids=tuple(group.group_id for group in config.groups),
                 alike=ranks_alike(config),
                 pipelined=config.parallel.pp_size > 1,
+                heads=self.heads if crosses_degrees(self.extra_config) else (),
             ),
             gds=stack.gds,
             folders=stack_config.folders(stack),
