@@ -21,8 +21,8 @@ from kvtier.chain.ledger import Ticket
 from kvtier.chain.plan import COMING, HOST, NOWHERE
 from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier
-from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.records import Bytes, RankRecords
+from kvtier.device.layout import Bytes, DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.records import RankRecords
 from kvtier.errors import ConfigError
 from kvtier.guard import guarded
 from kvtier.interfaces.handler import RegionHandler
