@@ -321,7 +321,8 @@ def test_the_page_s_commands(sglang: Sglang, right: list[list[int]]) -> None:
                 assert (found["output_ids"], cached(found)) == (right[0], known)
                 until(lambda: "nvme" in listed(sglang.folder, named))
             finally:
-                os.killpg(server.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGKILL)
                 server.wait()
         assert shell(look_at, log="look.log").wait() == 0, (sglang.folder / "look.log").read_text()
     finally:
