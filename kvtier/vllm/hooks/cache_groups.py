@@ -107,7 +107,7 @@ def bound_to_degree(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "its ranks are on several machines"
     if others := kinds - _BY_HEADS:
         return f"a cache of {', '.join(sorted(others))} is not divided by heads"
-    heads = vllm_config.model_config.get_total_num_kv_heads()
+    heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", None)
     if any(spec.num_kv_heads * degree != heads for spec in specs):
         return f"{degree} ranks do not divide {heads} KV heads among them, of every layer alike"
     if getattr(cache, "calculate_kv_scales", False) or any(map(_is_packed, specs)):

@@ -194,16 +194,11 @@ _CONFIGURATION = (
         why="how large chunks are, and which ranks write them, before workers have their tensors",
     ),
     TouchPoint(
-        "vllm.config:ModelConfig",
-        "get_total_num_kv_heads()",
-        used_by="cache_groups.py",
-        why="ranks of another number can load blocks only where heads are divided among them",
-    ),
-    TouchPoint(
         "vllm.v1.kv_cache_interface:AttentionSpec",
         "num_kv_heads kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
         used_by="cache_groups.py",
-        why="likewise: and where each head's bytes lie in a page",
+        why="ranks of another number load blocks only where heads are divided among them, by where "
+        "each head's bytes lie in a page",
     ),
     TouchPoint(
         "vllm.distributed.utils",

@@ -128,7 +128,7 @@ def configs(degree: int, *specs: Any, heads: int = 8, layout: str = "LBNHC", **m
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=degree, **parallel),
         cache_config=SimpleNamespace(kv_cache_layout=layout, cache_dtype="auto"),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_key_value_heads=heads)),
     )
     groups = [SimpleNamespace(kv_cache_spec=each, layer_names=["0"]) for each in specs]
     return vllm_config, SimpleNamespace(kv_cache_groups=groups, num_blocks=4)
