@@ -11,11 +11,11 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from kvtier import guard
 from kvtier.chain.stats import ChainStats
 from kvtier.cost.rates import LinkCosts
 from kvtier.interfaces.write_budget import WriteStats
 from kvtier.types import TierStats
-from kvtier.vllm import guard
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
@@ -77,6 +77,11 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier",),
     ),
     "kvtier:ignored_hints": ("Hints that are not known, or not as they should be", ("reason",)),
+    "kvtier:missed_requests": (
+        "Requests that found less than their prompts, by the reason of the first missing token",
+        ("reason",),
+    ),
+    "kvtier:missed_tokens": ("The tokens that they computed for it", ("reason",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
     _FIRST_TOKEN_TOKENS: (
@@ -328,6 +333,10 @@ class Meter:
         yield "kvtier:prefetch_saved_seconds", (), found.prefetch.saved_seconds
         for reason, count in self._manager.hints.ignored.items():
             yield "kvtier:ignored_hints", (reason,), count
+        if self._manager.misses is not None:
+            for why, (requests, tokens) in self._manager.misses.counts.items():
+                yield "kvtier:missed_requests", (why.label,), requests
+                yield "kvtier:missed_tokens", (why.label,), tokens
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:late_loads", (), self._manager.late_loads
         yield "kvtier:copied_bytes", (), self._copied

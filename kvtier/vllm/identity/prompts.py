@@ -25,7 +25,7 @@ import xxhash
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.system.disk import read_bounded
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, block_key
-from kvtier.vllm.identity.weight_fingerprints import adapter_files, fingerprint_adapter
+from kvtier.weight_fingerprints import adapter_files, fingerprint_adapter
 
 _SEED = "vllm-none-hash"
 """What vLLM derives the hash before the first block from, unless PYTHONHASHSEED is set."""

@@ -65,7 +65,7 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
-    from kvtier.vllm import guard
+    from kvtier import guard
     from kvtier.vllm.hooks.worker import WorkerJobMetadata
     from kvtier.vllm.metrics import Meter
 
