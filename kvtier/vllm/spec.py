@@ -37,7 +37,6 @@ from kvtier.vllm.miss_socket import MissSocket
 from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import (
     check_first_tier,
-    crosses_degrees,
     engine_name,
     read_engine,
     read_namespace,
@@ -58,7 +57,8 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
     """Opens the stack for the scheduler, and a rank's copies for a worker."""
 
     heads: Sequence[Sequence[HeadShape]] = ()
-    """Of a worker's KV tensors, by cache group and layer."""
+    """Of a worker's KV tensors, by cache group and layer, if it loads what other numbers of ranks
+    have written."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
                 group_ids=tuple(group.group_id for group in config.groups),
                 alike=ranks_alike(config),
                 pipelined=config.parallel.pp_size > 1,
-                heads=self.heads if crosses_degrees(self.extra_config) else (),
+                heads=self.heads,
             ),
             gds=stack.gds,
             folders=stack_config.folders(stack),
