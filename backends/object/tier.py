@@ -24,7 +24,7 @@ from kvtier.eviction.retention import PINNED
 from kvtier.interfaces.handler import own_spec
 from kvtier.record.record import HEADER_BYTES
 from kvtier.slab.catalogue import SlabTier
-from kvtier.types import BlockKey, EventKind, LoadStoreSpec, Outcome, Reservation, TierStats
+from kvtier.types import BlockKey, EventKind, Fate, LoadStoreSpec, Outcome, Reservation, TierStats
 
 _RETAINED_EVERY_S = 30.0
 _ROWS_AT_ONCE = 512
@@ -301,6 +301,7 @@ class ObjectTier(SlabTier):
                 and self._times[slot] <= at
             ):
                 gone.append(key)
+        self._losses.add(gone, Fate.ELSEWHERE)
         self._forget_removed(gone)
 
     def _forget_removed(self, keys: Sequence[BlockKey]) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from kvtier.chain.hits import Decision, Shape, junction
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.plan import HOST, JOINING
+from kvtier.config import Misses
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
 from kvtier.stack import Stack
@@ -25,6 +26,8 @@ from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.deferrals import Deferrals, LoadDeadlines
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.hints import Hints
+from kvtier.vllm.misses import PromptFacts, RequestMisses
+from kvtier.vllm.other_namespaces import OtherNamespaces
 from kvtier.vllm.protocol import NO_SLOT, RecordGeometry, Report, WorkerJob
 from kvtier.vllm.requests import Event, HandoverDeferral, Requests, RequestState
 from kvtier.vllm.waiting_prefetches import WaitingPrefetches
@@ -85,9 +88,11 @@ class ChainManager:
         *,
         region: str,
         ranks: int,
+        parts: int | None = None,
         costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Records that its ranks write have so many `parts`: the namespace's, if that says it."""
         self.stack = stack
         self.chain = stack.chain
         self._region, self._ranks = region, ranks
@@ -97,8 +102,9 @@ class ChainManager:
         self._requests = Requests()
         self.load = EngineLoad(self._requests, costs, clock)
         namespace = stack.namespace
-        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, namespace.parts)
-        self._copies = max(1, ranks // namespace.parts)
+        parts = parts or namespace.parts or ranks
+        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, parts)
+        self._copies = max(1, ranks // parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._deadlines = LoadDeadlines(costs, clock, self._load_seconds)
         self._deferrals = Deferrals(self.chain, self._requests, self._deadlines, costs, clock)
@@ -109,6 +115,11 @@ class ChainManager:
         self.hints = Hints(
             self.chain, namespace, self._requests, lambda: (self.shapes, self._epoch), clock
         )
+        self.other_namespaces = OtherNamespaces(stack.config, namespace)
+        self.misses: RequestMisses | None = None
+        if (wanted := stack.config.misses) is not Misses.IGNORE:
+            elsewhere, log = self.other_namespaces.find, wanted is Misses.LOG
+            self.misses = RequestMisses(self.chain, namespace, elsewhere, clock, log=log)
         self.failed_loads = self.late_loads = self.failed_stores = 0
 
     # -- keys ------------------------------------------------------------------------------
@@ -120,6 +131,7 @@ class ChainManager:
         nobody knows. What is not `identified` yet is told later (`identify`)."""
         state = RequestState(identified=False, refused=True)
         self._requests.add(request, state)
+        self.load.first_tokens.added(request)
         if identified:
             state.identify(salt)
 
@@ -258,6 +270,7 @@ class ChainManager:
     def prepare_load(self, keys: Collection[bytes], request: str) -> WorkerJob:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._requests.of(request)
+        self.load.first_tokens.loads(request)
         state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)
@@ -285,6 +298,15 @@ class ChainManager:
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""
         return self._requests.of(request).sources.get(key, HOST)
+
+    def explain(self, request: str, loads: int, prompt: Callable[[], PromptFacts]) -> None:
+        """It loads so many tokens, and computes the rest: note why, the first time."""
+        state = self._requests.get(request)
+        if self.misses is None or state is None or state.explained:
+            return
+        if state.hits is None and not state.refused:
+            return  # vLLM asked for nothing
+        self.misses.explain(request, state, self.shapes, loads, prompt(), self._epoch)
 
     # -- stores ----------------------------------------------------------------------------
 
@@ -366,6 +388,8 @@ class ChainManager:
         pending.tell_of_loss(failed.values(), late)
         self.late_loads += late
         self.failed_loads += not late
+        if state is not None and self.misses is not None:
+            self.misses.load_failed(pending.request, state, self.shapes, failed, late=late)
         if state is not None:
             state.refused = not late
             state.decision = Decision(at_hand=late)
@@ -434,4 +458,5 @@ class ChainManager:
 
     def close(self) -> None:
         """Close the stack."""
+        self.other_namespaces.close()
         self.stack.close()

@@ -194,6 +194,18 @@ _CONFIGURATION = (
         why="how large chunks are, and which ranks write them, before workers have their tensors",
     ),
     TouchPoint(
+        "vllm.config:ModelConfig",
+        "get_total_num_kv_heads()",
+        used_by="cache_groups.py",
+        why="ranks of another number can load blocks only where heads are divided among them",
+    ),
+    TouchPoint(
+        "vllm.v1.kv_cache_interface:AttentionSpec",
+        "num_kv_heads kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
+        used_by="cache_groups.py",
+        why="likewise: and where each head's bytes lie in a page",
+    ),
+    TouchPoint(
         "vllm.distributed.utils",
         "get_pp_indices(num_hidden_layers,pp_rank,pp_size)",
         used_by="cache_groups.py",
@@ -259,7 +271,7 @@ _SCHEDULER = (
         "vllm.v1.request:Request",
         "request_id lora_request resumable mm_features kv_transfer_params kv_hints num_tokens() "
         "num_prompt_tokens num_computed_tokens block_hashes all_token_ids status priority "
-        "arrival_time skip_reading_prefix_cache shared_prefix_boundary",
+        "arrival_time skip_reading_prefix_cache shared_prefix_boundary prompt_token_ids cache_salt",
         used_by="scheduler.py",
         why="what a request is and when its turn comes; and vLLM keeps states and windows where a "
         "prompt diverges from others, which only kvtier knows of those in a tier",
