@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from kvtier.backends.object.settings import parse_url
 from kvtier.backends.object.stores.errors import WrongEndpoint
-from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.cli import console, options
 from kvtier.cli.inspect import unusable_here
 from kvtier.cli.migrate import migrate
