@@ -94,6 +94,7 @@ class Stack:
         costs: CostModel | None = None,
         engine: str | None = None,
         near: Sequence[int] = (),
+        ranks: int = 1,
     ) -> None:
         self.config = config
         self.namespace = namespace
@@ -115,7 +116,9 @@ class Stack:
                 retain=config.retain if serving else None,
             )
             self.chain.misses.on = serving and config.misses is not Misses.IGNORE
-            self._rates = _keep_rates(config, namespace, costs) if costs and serving else None
+            self._rates = (
+                _keep_rates(config, namespace, costs, ranks) if costs and serving else None
+            )
         except BaseException:
             close_all([*opened, *tiers])
             raise
@@ -135,18 +138,21 @@ class Stack:
         costs: CostModel | None = None,
         engine: str | None = None,
         near: Sequence[int] = (),
+        ranks: int = 1,
     ) -> Self:
         """Read a configuration and open what it describes. `serving` picks a mover in a process
         of its own where the configuration leaves the choice; `engine` is the name under which
         private media are kept, the configuration's own if it is not given; `near` are the NUMA
-        nodes that host memory should come from."""
+        nodes that host memory should come from; `ranks` are those of the engine."""
         size = record_bytes(namespace.payload_bytes)
         if isinstance(source, StackConfig):
             check(source, record_bytes=size)
         else:
             source = load(source, record_bytes=size)
         check_engine(engine or source.name)
-        return cls(source, namespace, serving=serving, costs=costs, engine=engine, near=near)
+        return cls(
+            source, namespace, serving=serving, costs=costs, engine=engine, near=near, ranks=ranks
+        )
 
     # -- for callers that may wait ---------------------------------------------------------
 
@@ -220,7 +226,7 @@ class Stack:
         blocks: Mapping[BlockKey, bytes | Buffer],
         written: set[BlockKey],
     ) -> None:
-        digest, parts = self.namespace.digest, self.namespace.parts
+        digest, parts = self.namespace.digest, self.namespace.parts or 1
         records = self.host.views(reservation.spec)
         for key, record in zip(reservation.keys, records, strict=True):
             payload = blocks[key]
@@ -433,11 +439,13 @@ def _open_tiers(config: StackConfig, wanted: TierContext) -> tuple[TierContext, 
     raise AssertionError("the last round returns or raises")
 
 
-def _keep_rates(config: StackConfig, namespace: Namespace, costs: CostModel) -> RateKeeper | None:
+def _keep_rates(
+    config: StackConfig, namespace: Namespace, costs: CostModel, ranks: int
+) -> RateKeeper | None:
     folder = rates_folder(config)
     if folder is None:
         return None
-    return RateKeeper(RatesFile(folder, rate_owner(config, namespace.facts)), costs)
+    return RateKeeper(RatesFile(folder, rate_owner(config, namespace.facts, ranks)), costs)
 
 
 def _open_mover(config: StackConfig, context: TierContext, *, serving: bool) -> Mover:

@@ -47,6 +47,8 @@ def group_of(key: BlockKey) -> int:
 
 
 PARTS_MAX = 256
+ANY_DEGREE = "any"
+"""The fact `tensor_parallel` of a namespace whose blocks ranks of any number share."""
 GROUPS_MAX = 1024
 """Far more than any model has: for each of them a chunk of a prompt has a key."""
 PAYLOAD_BYTES_MAX = 1 << 32
@@ -62,12 +64,13 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     `facts` are named strings (model, weights, dtype, layout, hash algorithm, ...). The geometry
     is part of the identity too: the payload of a block of cache group `g` has `group_bytes[g]`
     bytes (the last entry counts for every group beyond it) and is written in `parts` equal parts,
-    one by each rank.
+    one by each rank. Where `parts` is None, each record says in how many: engines of any
+    tensor-parallel size write them.
     """
 
     facts: dict[str, str]
     group_bytes: tuple[int, ...]
-    parts: int = 1
+    parts: int | None = 1
 
     def __post_init__(self) -> None:
         for name, value in self.facts.items():
@@ -82,6 +85,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
                 f"a payload has at most {PAYLOAD_BYTES_MAX} bytes, not {self.payload_bytes}: let a "
                 "block hold fewer tokens"
             )
+        if self.parts is None:
+            return
         if not 1 <= self.parts <= PARTS_MAX:
             raise ValueError(f"parts must be between 1 and {PARTS_MAX}")
         if any(size % self.parts for size in self.group_bytes):
@@ -142,7 +147,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     def _flat(self) -> dict[str, str]:
         sizes = ",".join(str(size) for size in self.group_bytes)
-        return {**self.facts, "group_bytes": sizes, "parts": str(self.parts)}
+        return {**self.facts, "group_bytes": sizes, "parts": str(self.parts or "any")}
 
 
 class Difference(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The object tier: a bucket, or a folder, that many servers share and that outlives them.
 
-The tier answers from memory (`tier`, `catalogue`). The handler moves blocks to and from the store
+The tier answers from memory (`tier`). The handler moves blocks to and from the store
 in the mover (`handler`). A keeper in a thread of its own does all other work in the store, and one
 server's keeper hosts the caretaker. docs/how_it_works/object_store.md says what the tier promises,
 docs/reference/format.md what lies in a store.
@@ -8,9 +8,7 @@ docs/reference/format.md what lies in a store.
 - `backend`: opens the tier and the handler, and checks settings
 - `settings`: the settings of the tier, and the store that they name
 - `tier`: stores and loads of one namespace, answered from memory
-- `catalogue`: the blocks of one namespace, and how updates of the keeper change them
 - `handler`: moves blocks between host memory and objects, compressed or not
-- `spec`: where blocks are, as the tier tells the handler
 - `budget`: how much this server may store, counted in memory
 - `keeper`: the store work of one server, in a thread of its own
 - `queues`: what passes between a tier and its keeper
@@ -32,9 +30,8 @@ docs/reference/format.md what lies in a store.
 from __future__ import annotations
 
 from kvtier.backends.object.backend import BACKEND, ObjectBackend
-from kvtier.backends.object.handler import ObjectHandler
+from kvtier.backends.object.handler import ObjectHandler, ObjectSpec
 from kvtier.backends.object.settings import ObjectSettings, capacity_of, open_for
-from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.tier import ObjectTier
 
 __all__ = [

@@ -15,10 +15,21 @@ from itertools import groupby, islice
 import msgspec
 import numpy as np
 
-from kvtier.backends.object import manifests
-from kvtier.backends.object.block_index import BlockIndex, Prints, is_among, prints_of
+from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.gil_yield import CHUNK, GilYield
-from kvtier.backends.object.manifests import ADDED, ENTRY, REMOVED, SKEW_US, Entries, objects_of
+from kvtier.backends.object.manifests import (
+    ADDED,
+    ENTRY,
+    REMOVED,
+    SKEW_US,
+    Entries,
+    Prints,
+    joined,
+    key_prints,
+    object_prints,
+    objects_of,
+    pack_entries,
+)
 from kvtier.backends.object.namespaces import Descriptions
 from kvtier.backends.object.object_names import ObjectKey, block_name, parse_block
 from kvtier.backends.object.stores.store import ObjectInfo, Store, check_namespaces
@@ -79,12 +90,13 @@ class Audit:
             while some := list(islice(only, CHUNK)):
                 listed.append(self._compare(self._index_of(namespace), found, some))
                 self._yield()
-            missing = expected.pop(namespace, np.zeros(0, np.uint64))
-            self._note_missing(namespace, found, missing, prints_of(listed))
+            wanted = expected.pop(namespace, np.zeros(0, np.uint64))
+            unlisted = np.setdiff1d(wanted, object_prints(joined(listed)))
+            self._note_missing(namespace, found, unlisted)
             self._note_copies(namespace, found)
-        for namespace, missing in expected.items():
+        for namespace, unlisted in expected.items():
             found = self.findings[namespace] = Findings()
-            self._note_missing(namespace, found, missing, np.zeros(0, np.uint64))
+            self._note_missing(namespace, found, unlisted)
 
     def _blocks(
         self, prefix: str, stop_at: float | None
@@ -132,21 +144,17 @@ class Audit:
 
     def _removed(self, keys: list[ObjectKey], after_us: int) -> Entries:
         at_us = max(self._now_us, after_us + 1)
-        return manifests.pack_entries(
+        return pack_entries(
             REMOVED, [key for key, _ in keys], [generation for _, generation in keys], 0, at_us
         )
 
-    def _note_missing(
-        self, namespace: str, found: Findings, expected: Prints, listed: Prints
-    ) -> None:
+    def _note_missing(self, namespace: str, found: Findings, unlisted: Prints) -> None:
         """Blocks that are recorded and gone for certain."""
-        index = self._index_of(namespace)
-        wanted = np.sort(expected[~is_among(expected, listed)])
-        if not len(wanted):
+        if not len(unlisted):
             return
+        index = self._index_of(namespace)
         entries = index.entries[index.added]
-        prints = manifests.fingerprints(entries, entries["generation"])
-        missing = entries[is_among(prints, wanted)]
+        missing = entries[np.isin(object_prints(entries), unlisted)]
         every = len(missing) <= _ASKED_MAX
         for piece in self._yield.chunks(len(missing)):
             objects = missing[piece]
@@ -170,7 +178,7 @@ class Audit:
         entries = entries[np.argsort(entries["generation"], kind="stable")[::-1]]
         if not len(entries) or entries[0]["generation"] == 0:
             return
-        _, first = np.unique(manifests.fingerprints(entries), return_index=True)
+        _, first = np.unique(key_prints(entries), return_index=True)
         copies = np.ones(len(entries), np.bool_)
         copies[first] = False
         if copies.any():

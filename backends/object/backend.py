@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from kvtier.backends.object.budget import UNLIMITED
 from kvtier.backends.object.caretaker import Limits, ProtectedBlocks
-from kvtier.backends.object.handler import ObjectHandler
+from kvtier.backends.object.handler import ObjectHandler, ObjectSpec
 from kvtier.backends.object.keeper import Keeper, ReadOnlyKeeper
 from kvtier.backends.object.lease import LEASE_S
-from kvtier.backends.object.settings import ObjectSettings, capacity_of, check_settings, open_for
-from kvtier.backends.object.spec import ObjectSpec
+from kvtier.backends.object.settings import (
+    ObjectSettings,
+    capacity_of,
+    check_settings,
+    open_for,
+    parse_url,
+)
 from kvtier.backends.object.stores.errors import StoreError
-from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.errors import MediumError

@@ -7,8 +7,6 @@ sorts and searches without the GIL. Only what came since the last sorting is in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,8 +15,9 @@ from kvtier.backends.object.manifests import (
     ENTRY,
     REMOVED,
     Entries,
-    fingerprints,
+    Prints,
     merge,
+    object_prints,
     same_objects,
 )
 
@@ -26,7 +25,6 @@ _UNSORTED_MIN = 4096
 _UNSORTED_SHARE = 8
 _ROOM_MIN = 1024
 Flags = npt.NDArray[np.bool_]
-Prints = npt.NDArray[np.uint64]
 
 
 class BlockIndex:
@@ -50,7 +48,7 @@ class BlockIndex:
         self._sort()
 
     def _sort(self) -> None:
-        prints = fingerprints(self.entries, self.entries["generation"])
+        prints = object_prints(self.entries)
         self._order = np.argsort(prints).astype(np.uint32)
         self._prints = prints[self._order]
         self._unsorted.clear()
@@ -67,15 +65,14 @@ class BlockIndex:
         return flags
 
     def prints_added(self) -> Prints:
-        """Fingerprints of all objects that are there, sorted."""
-        some = self.entries[self.added]
-        return np.sort(fingerprints(some, some["generation"]))
+        """Fingerprints of all objects that are there."""
+        return object_prints(self.entries[self.added])
 
     def find(self, objects: Entries) -> npt.NDArray[np.intp]:
         """The row of the entry about each of these objects, -1 if there is none."""
         if not self._count or not len(objects):
             return np.full(len(objects), -1)
-        prints = fingerprints(objects, objects["generation"])
+        prints = object_prints(objects)
         rows = np.full(len(objects), -1)
         if len(self._prints):
             at = np.minimum(np.searchsorted(self._prints, prints), len(self._prints) - 1)
@@ -116,7 +113,7 @@ class BlockIndex:
         self._rows[start:end] = entries
         self._count = end
         self.bytes += int(entries["size"][entries["kind"] == ADDED].sum())
-        prints = fingerprints(entries, entries["generation"]).tolist()
+        prints = object_prints(entries).tolist()
         self._unsorted.update(zip(prints, range(start, end), strict=True))
         if len(self._unsorted) > max(_UNSORTED_MIN, end // _UNSORTED_SHARE):
             self._sort()
@@ -135,18 +132,3 @@ class BlockIndex:
         old = (entries["kind"] == REMOVED) & (entries["time_us"] < before_us)
         if old.any():
             self._replace(entries[~old])
-
-
-def is_among(prints: Prints, sorted_prints: Prints) -> Flags:
-    """Which of these fingerprints are among others, which are sorted."""
-    if not len(sorted_prints):
-        return np.zeros(len(prints), np.bool_)
-    at = np.minimum(np.searchsorted(sorted_prints, prints), len(sorted_prints) - 1)
-    found: Flags = sorted_prints[at] == prints
-    return found
-
-
-def prints_of(pieces: Sequence[Entries]) -> Prints:
-    """The fingerprints of the objects of many entries, sorted."""
-    found = [fingerprints(piece, piece["generation"]) for piece in pieces]
-    return np.sort(np.concatenate([np.zeros(0, np.uint64), *found]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import islice
 
@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 
 from kvtier.backends.object import namespaces
-from kvtier.backends.object.audit import Audit, Findings
-from kvtier.backends.object.block_index import BlockIndex, is_among, prints_of
+from kvtier.backends.object.audit import Audit
+from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import UNLIMITED
 from kvtier.backends.object.gil_yield import GilYield
 from kvtier.backends.object.journal import Journal
@@ -34,7 +34,8 @@ from kvtier.backends.object.lease import LEASE_S, Lease, Report, Servers
 from kvtier.backends.object.manifests import (
     REMOVED,
     Entries,
-    fingerprints,
+    joined,
+    key_prints,
     objects_of,
     pack_entries,
 )
@@ -353,18 +354,18 @@ class Caretaker:
         worth = np.maximum(stored, used)
         span = float(worth.max() - worth.min()) if len(worth) else 0.0
         worth[used > stored] += span / _USED_SHARE
-        prints = fingerprints(some)
+        prints = key_prints(some)
         now_us = int(self._clock() * 1e6)
         living = {name.writer for name in self._living.values() if name.namespace == namespace}
         retained = retained_blocks(self._store, namespace, living)
-        held = prints_of([entries[entries["time_us"] > now_us] for entries in retained])
-        worth[is_among(prints, held)] += _RETAINED_WORTH
+        held = joined(entries[entries["time_us"] > now_us] for entries in retained)
+        worth[np.isin(prints, key_prints(held))] += _RETAINED_WORTH
         spared = set(self._limits.protected.get(namespace, ()))
         if namespace == self._own.namespace:
             spared.update(self._spared())
         if spared:
             keys = list(spared)
-            worth[is_among(prints, prints_of([objects_of(keys, [0] * len(keys))]))] = np.inf
+            worth[np.isin(prints, key_prints(objects_of(keys, [0] * len(keys))))] = np.inf
         return worth
 
     def _remove(self, namespace: str, some: Entries) -> None:
@@ -416,7 +417,10 @@ class Caretaker:
             self._lease.confirm()
         self._kept = self._kept_bytes = 0
         for namespace, findings in found.findings.items():
-            self._correct(namespace, findings)
+            wrong = joined(findings.corrections)
+            for start in range(0, len(wrong), _EVICTED_AT_ONCE):
+                self._record(namespace, wrong[start : start + _EVICTED_AT_ONCE])
+            self._doomed.extend((namespace, key) for key in findings.leftovers)
         self._lost_bytes -= lost
         self.report = msgspec.structs.replace(self.report, measured=True)
         self.needs_audit = self._lost_bytes > 0
@@ -456,11 +460,6 @@ class Caretaker:
             self._read(namespace)
         return self._indexes[namespace]
 
-    def _correct(self, namespace: str, findings: Findings) -> None:
-        for entries in _joined(findings.corrections):
-            self._record(namespace, entries)
-        self._doomed.extend((namespace, key) for key in findings.leftovers)
-
     def _join(self, namespace: str) -> None:
         self._lease.confirm()
         self._journals[namespace].join(self._indexes[namespace].entries)
@@ -469,15 +468,3 @@ class Caretaker:
 def burst_bytes(capacity: int) -> int:
     """What all servers together may have stored at any time that no manifest lists."""
     return max(capacity // _BURST_SHARE, min(_BURST_MIN, capacity))
-
-
-def _joined(pieces: list[Entries]) -> Iterator[Entries]:
-    """The same entries, about as many at once as go into a manifest."""
-    rows: list[Entries] = []
-    for piece in pieces:
-        rows.append(piece)
-        if sum(map(len, rows)) >= _EVICTED_AT_ONCE:
-            yield np.concatenate(rows)
-            rows = []
-    if rows:
-        yield np.concatenate(rows)

@@ -1,14 +1,17 @@
-"""Moves records between host memory and objects: one object a block, compressed or not."""
+"""Moves records between host memory and objects: one object a block, compressed or not.
+
+The names of objects follow from key and generation, which is all that a spec tells of them.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from typing import ClassVar, ParamSpec, Self
 
 from kvtier.backends.object.budget import clock
 from kvtier.backends.object.object_names import block_name
-from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError, StoreFull, TimedOut
 from kvtier.backends.object.stores.store import Store
 from kvtier.errors import FormatError
@@ -18,6 +21,32 @@ from kvtier.record.record import HEADER_BYTES, Buffer, Header
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
 _P = ParamSpec("_P")
+
+
+class ObjectSpec(LoadStoreSpec, tag="object"):
+    """The generation of each block, and which objects are deleted before it is written."""
+
+    medium: ClassVar[str] = "object"
+    generations: list[int]
+    delete_first: list[list[str]] = []
+    """For stores: for each block, names of evicted objects that are deleted before it is written,
+    so that the budget holds."""
+    until: float = math.inf
+    """For stores: when (by `budget.clock`) the room that they were given is another's."""
+
+    def __len__(self) -> int:
+        return len(self.generations)
+
+    def select(self, start: int, stop: int) -> Self:
+        return type(self)(self.generations[start:stop], self.delete_first[start:stop], self.until)
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        return cls(
+            [generation for piece in pieces for generation in piece.generations],
+            [names for piece in pieces for names in piece.delete_first],
+            min((piece.until for piece in pieces), default=math.inf),
+        )
 
 
 class ObjectHandler(Handler):
@@ -65,7 +94,8 @@ class ObjectHandler(Handler):
         header = Header.read(record[:length])
         if header.codec == Codec.RAW:
             return Outcome.OK if length == size else Outcome.CORRUPT
-        return _decompress(record[:size], header, length)
+        decompress(memoryview(bytes(record[:length])), header, record[:size])
+        return Outcome.OK
 
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]
@@ -141,14 +171,14 @@ def _compressed(record: Buffer, codec: Codec) -> list[Buffer]:
     return [head, *payload]
 
 
-def _decompress(record: Buffer, header: Header, length: int) -> Outcome:
-    """Decompress a record in place."""
-    payload_bytes = header.payload_bytes
-    if header.stored_bytes != length - HEADER_BYTES or payload_bytes != len(record) - HEADER_BYTES:
-        return Outcome.CORRUPT
-    stored = memoryview(bytes(record[HEADER_BYTES:length]))
-    decode(header.codec, stored, record[HEADER_BYTES:])
+def decompress(stored: Buffer, header: Header, record: Buffer) -> None:
+    """Write the record whose compressed form this is; raises FormatError unless it fits."""
+    if header.stored_bytes != len(stored) - HEADER_BYTES:
+        raise FormatError("the object is cut short")
+    if header.payload_bytes != len(record) - HEADER_BYTES:
+        raise FormatError(f"a payload of {header.payload_bytes} bytes does not fit its namespace")
+    decode(header.codec, stored[HEADER_BYTES:], record[HEADER_BYTES:])
+    record[:HEADER_BYTES] = stored[:HEADER_BYTES]
     header.codec = Codec.RAW
-    header.stored_bytes = payload_bytes
+    header.stored_bytes = header.payload_bytes
     header.write(record)
-    return Outcome.OK

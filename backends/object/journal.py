@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.backends.object import manifests
-from kvtier.backends.object.manifests import Entries, merge
+from kvtier.backends.object.manifests import ENTRY, Entries, merge
 from kvtier.backends.object.object_names import (
     description_name,
     is_of_caretaker,
@@ -25,15 +23,8 @@ from kvtier.backends.object.object_names import (
     new_writer,
     parse_manifest,
 )
-from kvtier.backends.object.stores.errors import (
-    AccessDenied,
-    Archived,
-    Forbidden,
-    LengthMismatch,
-    StoreError,
-    Unavailable,
-)
-from kvtier.backends.object.stores.store import Store, bounded
+from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores.store import Store, bounded, in_parallel
 from kvtier.errors import FormatError, NewerFormat
 
 _log = logging.getLogger(__name__)
@@ -41,7 +32,6 @@ _log = logging.getLogger(__name__)
 MANIFEST_BYTES_MAX = 1 << 30
 """Of all manifests together: they are read into memory, and anybody may write to a bucket."""
 _MANIFESTS_MAX = 1 << 20
-_THREADS = 8
 _HEAD_READ_BYTES = 64 << 10
 _LISTINGS_MAX = 4
 _JOIN_MIN = 16
@@ -51,16 +41,9 @@ _JOIN_MAX = 1024
 """No more are covered at once: the cover list must fit into `_HEAD_READ_BYTES`."""
 _RETURNED_MAX = 1 << 17
 """So many of the last entries that `read_new` returned are recognised in a joined manifest."""
-_Unreadable = StoreError | NewerFormat
+_NOTHING = np.zeros(0, ENTRY)
+_Unreadable = errors.StoreError | NewerFormat
 """Why a manifest is left alone."""
-
-
-class _Read(NamedTuple):
-    """What came of reading one manifest. Without entries it has nothing new, or is damaged."""
-
-    entries: Entries | None = None
-    vanished: bool = False
-    unreadable: _Unreadable | None = None
 
 
 class Journal:
@@ -143,7 +126,7 @@ class Journal:
     def relay(self) -> None:
         """Say in one manifest what was read, and delete those that the last one has replaced: a
         server may still be about to read what it has just listed. Raises StoreError."""
-        entries = merge(list(self._to_relay))
+        entries = merge(self._to_relay)
         covers = [name for name in self._joinable() if not is_of_caretaker(name)]
         if len(entries):
             self.append(entries, covers[:_JOIN_MAX])
@@ -223,66 +206,57 @@ class Journal:
     def _read(self, known: set[str], relayed: bool) -> list[Entries]:
         """The entries of all manifests that are not known. Lists until there is no new one. After
         an error nothing counts as read."""
-        found: dict[str, Entries | None] = {}
+        found: dict[str, Entries] = {}
         for _ in range(_LISTINGS_MAX):
             listed = self._list(relayed)
-            todo = {
-                name: size
-                for name, size in listed.items()
-                if name not in known and name not in found
-            }
-            fetched = self._fetch(todo, skip_if_covered_by=known | found.keys())
+            new = [name for name in listed if name not in known and name not in found]
+            fetched = self._fetch({name: listed[name] for name in new}, known | found.keys())
             found.update(fetched)
-            if len(fetched) == len(todo):
+            if len(fetched) == len(new):
                 self._sizes = listed
                 self._seen = (known | found.keys()) & listed.keys()
                 self._joined.intersection_update(listed)
                 self._count(found)
-                return [entries for entries in found.values() if entries is not None]
-        raise Unavailable("manifests keep vanishing while they are read: try again later")
+                return list(found.values())
+        raise errors.Unavailable("manifests keep vanishing while they are read: try again later")
 
     def _count(self, names: Iterable[str]) -> None:
         for name in names:
             writer, _, number = name.partition("-")
             self.numbers[writer] = max(int(number), self.numbers.get(writer, -1))
 
-    def _fetch(
-        self, sizes: dict[str, int], skip_if_covered_by: Iterable[str] = ()
-    ) -> dict[str, Entries | None]:
-        """Entries by name. None stands for a manifest with nothing new or readable; one that has
-        vanished is left out."""
-        covered = set(skip_if_covered_by) - self.damaged - self._unreadable
-
-        def read(name: str) -> _Read:
-            return self._read_one(name, sizes[name], covered)
-
-        found: dict[str, Entries | None] = {}
+    def _fetch(self, sizes: dict[str, int], known: set[str]) -> dict[str, Entries]:
+        """Entries by name: none for a manifest with nothing new or readable. One that has vanished
+        is left out."""
+        covered = known - self.damaged - self._unreadable
+        names = list(sizes)
+        results = in_parallel(lambda name: self._read_one(name, sizes[name], covered), names)
+        found: dict[str, Entries] = {}
         unreadable: dict[str, _Unreadable] = {}
-        for name, result in zip(sizes, _in_parallel(read, list(sizes)), strict=True):
-            if result.unreadable is not None:
-                unreadable[name] = result.unreadable
-            elif not result.vanished:
-                found[name] = result.entries
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, _Unreadable):
+                unreadable[name], result = result, _NOTHING
+            if result is not None:
+                found[name] = result
         if unreadable:
             if len(unreadable) == len(sizes):
                 self._check_rights(unreadable)
             self._skip(unreadable)
-            found.update(dict.fromkeys(unreadable))
         return found
 
     def _check_rights(self, unreadable: Mapping[str, _Unreadable]) -> None:
         """Raises AccessDenied if the description may not be read either: then the credentials are
         at fault, and not these manifests."""
-        if not all(isinstance(error, Forbidden) for error in unreadable.values()):
+        if not all(isinstance(error, errors.Forbidden) for error in unreadable.values()):
             return
         try:
-            with contextlib.suppress(LengthMismatch):
+            with contextlib.suppress(errors.LengthMismatch):
                 self._store.get(
                     description_name(self.namespace), [memoryview(bytearray(1))], offset=0
                 )
-        except Forbidden as error:
+        except errors.Forbidden as error:
             said = str(error).partition(": ")[0]
-            raise AccessDenied(f"{said}: allow these credentials to get objects") from error
+            raise errors.AccessDenied(f"{said}: allow these credentials to get objects") from error
 
     def _skip(self, unreadable: Mapping[str, _Unreadable]) -> None:
         """Neither read nor join nor delete these; log each kind of reason once."""
@@ -296,51 +270,36 @@ class Journal:
                 f"{self._full_name(name)}: {error}",
             )
 
-    def _read_one(self, name: str, size: int, covered: set[str]) -> _Read:
+    def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | _Unreadable | None:
+        """None if it has vanished."""
         full_name = self._full_name(name)
         for again in (True, False):  # damage on the way is gone the second time
             try:
                 return self._read_whole(full_name, size, covered)
-            except (NewerFormat, Forbidden, Archived) as error:
-                return _Read(unreadable=error)
-            except (FormatError, LengthMismatch) as error:
+            except (NewerFormat, errors.Forbidden, errors.Archived) as error:
+                return error
+            except (FormatError, errors.LengthMismatch) as error:
                 if not again:
                     self.damaged.add(name)
                     message = "manifest %s is damaged, a listing will tell: %s"
                     _log.log(self._level, message, full_name, error)
-        return _Read()
+        return _NOTHING
 
-    def _read_whole(self, full_name: str, size: int, covered: set[str]) -> _Read:
+    def _read_whole(self, full_name: str, size: int, covered: set[str]) -> Entries | None:
         data = memoryview(bytearray(size))
         if covered and size > 2 * _HEAD_READ_BYTES:
             head = data[:_HEAD_READ_BYTES]
             if self._store.get(full_name, [head], offset=0) is None:
-                return _Read(vanished=True)
+                return None
             covers = manifests.unpack_head(head, self._digest)[2]
             if covers and covered.issuperset(covers):
-                return _Read()
+                return _NOTHING
         length = self._store.get(full_name, [data])
-        if length is None:
-            return _Read(vanished=True)
-        return _Read(manifests.unpack(data[:length], self._digest)[0])
-
-
-def _in_parallel(read: Callable[[str], _Read], names: list[str]) -> Iterator[_Read]:
-    """Raises Unavailable if no thread can be started: there are too many, or the interpreter
-    ends."""
-    if len(names) <= 1:
-        yield from map(read, names)
-        return
-    with ThreadPoolExecutor(min(_THREADS, len(names)), "kvtier-manifests") as threads:
-        try:
-            results = threads.map(read, names)
-        except RuntimeError as error:
-            raise Unavailable(f"no thread can be started: {error}") from error
-        yield from results
+        return None if length is None else manifests.unpack(data[:length], self._digest)[0]
 
 
 def _entry_fingerprints(entries: Entries) -> npt.NDArray[np.uint64]:
     """64 bits for each entry, from its object, kind and time."""
-    found = manifests.fingerprints(entries, entries["generation"])
+    found = manifests.object_prints(entries)
     found ^= entries["time_us"] * np.uint64(0x9FB21C651E98DF25) + entries["kind"].astype(np.uint64)
     return found

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.audit import Audit, Unfinished
-from kvtier.backends.object.block_index import BlockIndex, is_among, prints_of
+from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import Budget, clock
 from kvtier.backends.object.caretaker import Caretaker, Limits
 from kvtier.backends.object.gil_yield import CHUNK, GilYield
@@ -32,8 +32,9 @@ from kvtier.backends.object.manifests import (
     ADDED,
     REMOVED,
     Entries,
-    fingerprints,
+    joined,
     merge,
+    object_prints,
     objects_of,
 )
 from kvtier.backends.object.object_names import ServerName, description_name
@@ -58,6 +59,7 @@ _SOON_SHARE = 0.9
 _UPDATES_MAX = 1024
 """Updates have a few hundred blocks at most. An idle tier may not ask for days, while others
 store: what they do is left in the store then."""
+_ELECTION_POLL_S = 0.1
 _LATELY_US = 600_000_000
 _USES_EVERY_S = 60.0
 _UNSEEN_LOOKS = 4
@@ -78,7 +80,6 @@ class Keeper:
         *,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = clock,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.namespace = namespace
         self.limits = limits
@@ -103,7 +104,7 @@ class Keeper:
             namespace.id, server, self._journal.writer, limits.capacity, self.block_bytes
         )
         self._presence = Presence(self._store, self._name, limits.lease_s, steady)
-        self._lease = Lease(self._store, server, limits.lease_s, steady, sleep)
+        self._lease = Lease(self._store, server, limits.lease_s, steady)
         self.uses = Uses(
             self._store,
             namespace.id,
@@ -174,12 +175,16 @@ class Keeper:
                 _log.debug("object tier: %s", error)
 
     def refresh(self) -> None:
-        """Learn all that there is to know, without pauses, because the caller waits; silent if the
-        store is away."""
+        """Learn all that there is to know, without pauses, because the caller waits, also for the
+        election of a caretaker; silent if the store is away."""
         with self._mutex:
             alone, self._yield.alone = self._yield.alone, True
             try:
                 self._look()
+                while self._lease.decided_at < math.inf and not self._stopping:
+                    time.sleep(_ELECTION_POLL_S)
+                    if self._steady() >= self._lease.decided_at:
+                        self._look()
                 if self.caretaker is not None:
                     self._audit()
                 self._resync(self._listed)
@@ -288,6 +293,7 @@ class Keeper:
             self.outbox.record()
         report = self._lease.look()
         acquired = report is None and self._lease.acquire()
+        self._next_look = min(self._next_look, self._lease.decided_at)
         if acquired or (self._lease.held and self.caretaker is None):
             try:
                 self._begin_term()
@@ -321,7 +327,7 @@ class Keeper:
         if self.caretaker is None:
             news = self._journal.read_new(relayed=relayed)
         else:
-            news = merge(list(self.caretaker.news))
+            news = merge(self.caretaker.news)
             self.caretaker.news.clear()
         self._heard_at = now
         self._publish(news)
@@ -376,43 +382,30 @@ class Keeper:
         state = read()
         self._heard_at = now
         uncatalogued = self.budget.uncatalogued
-        offered = self._offered_prints()
-        prints = fingerprints(state, state["generation"])
+        offered = self._offered_objects()
+        offered_prints = object_prints(offered)
+        prints = object_prints(state)
         added = state["kind"] == ADDED
         # what is new always counts: the tier may offer another object of the same block, or may
         # have offered it only when it was asked, or has yet to take in that it was there
         lately = state["time_us"] + _LATELY_US > int(self._clock() * 1e6)
-        changed = (is_among(prints, offered) != added) | lately
+        changed = (np.isin(prints, offered_prints) != added) | lately
         if not self.catalogued:
             changed |= ~added  # whose names must not be used again
-        self.updates.append(Update(recatalogued=uncatalogued))
+        self.updates.append(Update(ADDED, recatalogued=uncatalogued))
         self._publish(state[changed])
-        unrecorded = offered[~is_among(offered, np.sort(prints))]
-        if len(unrecorded):
-            self._publish(self._offered_among(unrecorded, began_us))
+        unrecorded = offered[~np.isin(offered_prints, prints)]
+        unrecorded["kind"], unrecorded["time_us"] = REMOVED, began_us
+        self._publish(unrecorded)
         self.catalogued = True
 
-    def _offered_prints(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def _offered_objects(self) -> Entries:
         offered, pieces = iter(self._offered()), []
         self._yield.begin()
         while some := list(islice(offered, CHUNK)):
-            pieces.append(prints_of([objects_of(*zip(*some, strict=True))]))
+            pieces.append(objects_of(*zip(*some, strict=True)))
             self._yield()
-        return np.sort(np.concatenate([np.zeros(0, np.uint64), *pieces]))
-
-    def _offered_among(
-        self, prints: np.ndarray[tuple[int], np.dtype[np.uint64]], at_us: int
-    ) -> Entries:
-        """Entries that remove what the tier offers and nothing tells of."""
-        offered, pieces = iter(self._offered()), []
-        while some := list(islice(offered, CHUNK)):
-            objects = objects_of(*zip(*some, strict=True))
-            found = is_among(fingerprints(objects, objects["generation"]), prints)
-            pieces.append(objects[found])
-            self._yield()
-        entries = np.concatenate(pieces)
-        entries["kind"], entries["time_us"] = REMOVED, at_us
-        return entries
+        return joined(pieces)
 
     # -- audits ----------------------------------------------------------------------------------
 

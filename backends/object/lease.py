@@ -1,29 +1,28 @@
 """Who is the caretaker of a bucket, and which servers live: by objects that are renewed.
 
-    caretaker/<term>            who keeps the budget in this term; empty after it has left
-    caretaker/<term>-<round>    what it reported last: a new one only when that changes
-    servers/<...>               an object of each server; its name says all (see `object_names`).
-                                It is empty if there was room for all that it stored lately
+    caretaker/<term>    who keeps the budget in this term, or that it has left, and its last report
+    servers/<...>       an object of each server; its name says all (see `object_names`). It is
+                        empty if there was room for all that it stored lately
 
 A lease has run out when its objects have not changed for a time that the observer measures by its
 own clock. Its holder counts from the moment before it last renewed it, and gives up earlier. So
 clocks may differ in what they say; they only have to run about as fast. An observer learns of all
-changes from one listing, and reads only reports that it does not know.
+changes from one listing, and reads only what has changed.
 
 A server becomes the caretaker by creating the object of the next term, which a store with
-conditional puts lets only one do. In a store without them the last one to write it wins: each waits
-longer than anyone may be late, and reads it back. Before the caretaker deletes anything it looks
-whether its object is as it wrote it and no later term has begun (`confirm`). One that was asleep
-finds that its lease has run out. What one deletes that was stopped in the middle of a request has
-been recorded as removed, and whoever stores such a block again gives it another name.
+conditional puts lets only one do. In a store without them the last one to write it wins: each reads
+it back later than anyone may be late, and does other work meanwhile. Before the caretaker deletes
+anything it looks whether the object is its own and no later term has begun (`confirm`). One that
+was asleep finds that its lease has run out. What one deletes that was stopped in the middle of a
+request has been recorded as removed, and whoever stores such a block again gives it another name.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -33,10 +32,8 @@ from kvtier.backends.object.object_names import (
     SERVERS,
     TERMS,
     ServerName,
-    parse_report,
     parse_server,
     parse_term,
-    report_name,
     term_name,
 )
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
@@ -55,9 +52,9 @@ _MARGIN_SHARE = 8
 _BODY_BYTES_MAX = 1 << 20
 _SERVERS_MAX = 1 << 16
 _TERMS_MAX = 1 << 12
-_OLD_REPORTS_MAX = 16
-"""So many are deleted at once: a server may just be about to read one of the latest."""
-_T = TypeVar("_T")
+_SIZES = 64
+"""Of so many reports in a row no two have the same size, so that a listing tells a new one from a
+renewal."""
 _PRESENT_S = 600.0
 """The caretaker itself says so rarely that it lives: nobody tells it so."""
 _LACKS_ROOM = b"!"
@@ -78,11 +75,15 @@ class Report(msgspec.Struct, frozen=True):
     """By writer, for each server that has a share, the number of its last manifest that counts."""
 
 
-class Holder(msgspec.Struct, frozen=True):
-    """Who has the lease of a term: the body of its object."""
+class Term(msgspec.Struct, frozen=True):
+    """Who has the lease of a term, and what it reports: the body of its object."""
 
     server: str
+    """Empty after it has left."""
     lease_s: float
+    round: int = 0
+    """A report of an earlier round that is written late does not count."""
+    report: Report = Report()
 
 
 class LeaseLost(StoreError):
@@ -98,137 +99,125 @@ class Lease:
         server: str,
         lease_s: float,
         clock: Callable[[], float] = clock,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
-        self._own = Holder(server, lease_s)
-        self._body = msgspec.json.encode(self._own)
+        self._server = server
+        self._lease_s = lease_s
         self.clock = clock
-        self._sleep = sleep
         self.term = 0
         """Ours, if we have ever been the caretaker."""
+        self.held = False
+        """Whether we are the caretaker, as far as we know."""
+        self._candidate_for = 0
+        """The term that we have written in a store that refuses nobody, until that is decided."""
+        self.decided_at = math.inf
+        """When it is, by our clock."""
         self._renewed_at = self._written_at = -1e18
-        """Before an object of ours was written last, and after our term's object was."""
+        """Before and after our term's object was written last."""
         self._observed: tuple[float, ...] = (0,)
         """What the last listing showed of the lease: its term first."""
         self._observed_at = 0.0
-        self.holder: Holder | None = None
+        self.holder: Term | None = None
         """Who had the lease when we last looked, if it is not ours."""
-        self._report = Report()
+        self.last_report = Report()
+        """What the last caretaker said, whether it lives or not."""
         self._report_at = (0, 0)
-        """Term and round of the last report that was read or written."""
-        self._old: list[str] = []
-        """Names of objects that the next reports replace."""
+        """Its term and round."""
         self._store_s = -math.inf
-        """When the latest term's object was written by the store's clock, after `look`; and"""
+        """When our term's object was written by the store's clock, after `look`; and"""
         self._store_s_at = 0.0
         """when that was by ours."""
-        self.held = False
-        """Whether we are the caretaker, as far as we know."""
 
     @property
     def until(self) -> float:
         """When our lease ends, by our clock; it is over a little earlier for what takes long."""
-        return self._renewed_at + self._own.lease_s if self.held else 0.0
-
-    @property
-    def last_report(self) -> Report:
-        """What the last caretaker said, whether it lives or not."""
-        return self._report
+        return self._renewed_at + self._lease_s if self.held else 0.0
 
     @property
     def _due(self) -> bool:
-        return self.clock() - self._renewed_at > self._own.lease_s * _RENEW_SHARE
+        return self.clock() - self._renewed_at > self._lease_s * _RENEW_SHARE
 
     def look(self) -> Report | None:
         """The caretaker's last report; None if there is no caretaker. Raises StoreError."""
         if self.held and not self._due and self._store_s > -math.inf:
-            return self._report
-        terms: dict[int, ObjectInfo] = {}
-        reports: dict[tuple[int, int], ObjectInfo] = {}
-        for info in bounded(self._store.list(TERMS), _TERMS_MAX, "caretakers"):
-            if term := parse_term(info.name):
-                terms[term] = info
-            elif report := parse_report(info.name):
-                reports[report] = info
-        term = max(terms, default=0)
-        self.held &= term == self.term and self.clock() < self.until
-        if not term:
-            return None
-        self._observe(term, terms[term], max(reports, default=(0, 0)))
-        if not self.held:
-            self._learn(reports)
-        elif self._report_at[0] == term:
-            old = [info for at, info in terms.items() if at < term]
-            old += [info for before, info in reports.items() if before < self._report_at]
-            self._old = [info.name for info in old]
-        return None if self._has_ended(terms[term]) else self._report
+            return self.last_report
+        listed = bounded(self._store.list(TERMS), _TERMS_MAX, "caretakers")
+        terms = {term: info for info in listed if (term := parse_term(info.name))}
+        latest = max(terms, default=0)
+        self.held &= latest == self.term and self.clock() < self.until
+        if latest > self._candidate_for:  # another server was faster
+            self._candidate_for, self.decided_at = 0, math.inf
+        if self.held:
+            self._store_s, self._store_s_at = terms[latest].modified_s, self._written_at
+            if len(terms) > 1:
+                self._store.delete([info.name for term, info in terms.items() if term < latest])
+        elif latest:
+            self._observe(latest, terms[latest])
+        return self.last_report if self.held or not self._has_ended() else None
 
-    def _observe(self, term: int, info: ObjectInfo, report: tuple[int, int]) -> None:
-        if term == self.term and self.held:
-            self._store_s, self._store_s_at = info.modified_s, self._written_at
-        elif term != self._observed[0]:
-            self.holder = _decode(self._read(info), Holder)
-        observed = (term, info.modified_s, info.size, *report)
-        if observed != self._observed:
-            self._observed, self._observed_at = observed, self.clock()
+    def _observe(self, term: int, info: ObjectInfo) -> None:
+        observed: tuple[float, ...] = (term, info.modified_s, info.size)
+        if observed == self._observed:
+            return
+        if observed[::2] != self._observed[::2]:  # else it was renewed, and reports nothing new
+            found = self._read(info.name, info.size)
+            if found is not None or term != self._observed[0]:
+                self.holder = found
+            if found is not None and (term, found.round) > self._report_at:
+                self.last_report, self._report_at = found.report, (term, found.round)
+        self._observed, self._observed_at = observed, self.clock()
 
-    def _learn(self, reports: Mapping[tuple[int, int], ObjectInfo]) -> None:
-        at = max(reports, default=(0, 0))
-        if at > self._report_at:
-            found = _decode(self._read(reports[at]), Report)
-            if found is not None:  # else it has just been replaced
-                self._report, self._report_at = found, at
-
-    def _has_ended(self, info: ObjectInfo) -> bool:
-        if self.term == self._observed[0]:
-            return not self.held
-        age = self.clock() - self._observed_at
-        holder = self.holder or Holder("", LEASE_S)
-        return (
-            not info.size
-            or age > _PATIENCE * holder.lease_s
-            or not writer_ids.may_live(holder.server)
-        )
+    def _has_ended(self) -> bool:
+        if self._observed[0] == self.term or self._candidate_for:
+            return True
+        holder = self.holder or Term(self._server, LEASE_S)  # which cannot be read
+        late = self.clock() - self._observed_at > _PATIENCE * holder.lease_s
+        return late or not holder.server or not writer_ids.may_live(holder.server)
 
     def acquire(self) -> bool:
-        """Become the caretaker, after `look` found none; False if another server was faster."""
-        began = self.clock()
-        term = int(self._observed[0]) + 1
-        name = term_name(term)
-        end = time.monotonic() + _WRITE_S
-        if self._put(name, self._body, if_absent=True, deadline=end) is PutOutcome.ALREADY_THERE:
+        """Become the caretaker, after `look` found none; False if another server was faster. In a
+        store without conditional puts that is not known before `decided_at`: call again then.
+        Raises StoreError."""
+        began, term = self.clock(), self._candidate_for
+        if not term:
+            term = int(self._observed[0]) + 1
+            won = self._propose(term)
+            if won is None:
+                self._candidate_for, self.decided_at = term, self.clock() + _SETTLE_S
+        elif began < self.decided_at:
             return False
-        again = self._put(name, self._body, if_absent=True, deadline=end)
-        if again is PutOutcome.STORED:  # the store does not refuse what is there
-            self._sleep(_SETTLE_S)
-            if not self._is_ours(name):
-                return False
-            began = self.clock()
-            self._put(name, self._body)
-        self.term, self.held = term, True
-        self._renewed_at, self._written_at = began, self.clock()
-        self._observed, self._observed_at = (term,), began
-        self._old = []
-        return True
+        else:
+            won = self._is_ours(term)
+            if won:
+                self._write(term, self.last_report)
+            self._candidate_for, self.decided_at = 0, math.inf
+        if won:
+            self.term, self.held = term, True
+            self._report_at = (term, 0)
+            self._renewed_at, self._written_at = began, self.clock()
+            self._observed, self._observed_at = (term,), began
+        return bool(won)
+
+    def _propose(self, term: int) -> bool | None:
+        """Create the object of a term; whether it is ours, None if the store refuses nobody."""
+        end = time.monotonic() + _WRITE_S
+        report = self.last_report
+        first = self._write(term, report, if_absent=True, deadline=end)
+        if first is PutOutcome.ALREADY_THERE:
+            return False
+        again = self._write(term, report, if_absent=True, deadline=end)
+        return True if again is PutOutcome.ALREADY_THERE else None
 
     def publish(self, report: Report) -> None:
         """Say what we know, if that is news, and that we are there still. Raises StoreError."""
         self.check()
         began = self.clock()
-        if report != self._report or self._report_at[0] != self.term:
-            before, round_ = self._report_at
-            at = (self.term, round_ + 1 if before == self.term else 1)
-            self._put(report_name(*at), msgspec.json.encode(report))
-            if before:
-                self._old.append(report_name(before, round_))
-            self._report, self._report_at, self._renewed_at = report, at, began
-        elif self._due:
-            self._put(term_name(self.term), self._body)
+        is_news = report != self.last_report
+        if is_news or self._due:
+            round_ = self._report_at[1] + is_news
+            self._write(self.term, report, round_)
+            self.last_report, self._report_at = report, (self.term, round_)
             self._renewed_at, self._written_at = began, self.clock()
-        if len(self._old) >= _OLD_REPORTS_MAX:
-            self._store.delete(self._old)
-            self._old = []
 
     def check(self) -> None:
         """Raises LeaseLost if our lease has run out by our clock."""
@@ -239,10 +228,10 @@ class Lease:
     def confirm(self) -> float:
         """The seconds for which we are certainly the caretaker. Raises LeaseLost if that is over or
         almost over, or if somebody else is the caretaker; other StoreErrors if nobody knows."""
-        left = self.until - self.clock() - self._own.lease_s / _MARGIN_SHARE
+        left = self.until - self.clock() - self._lease_s / _MARGIN_SHARE
         if left > 0:
-            name, later = term_name(self.term), term_name(self.term + 1)
-            if self._is_ours(name) and self._store.head(later) is None:
+            later = term_name(self.term + 1)
+            if self._is_ours(self.term) and self._store.head(later) is None:
                 return left
             self.held = False
         raise LeaseLost("another server is the caretaker")
@@ -254,34 +243,31 @@ class Lease:
 
     def close(self) -> None:
         """Leave the place to another server at once. Raises StoreError."""
-        if self.held and self.clock() < self.until:
-            self._put(term_name(self.term), b"")
-        self.held = False
+        term = self.term if self.held and self.clock() < self.until else self._candidate_for
+        if term and self._is_ours(term):
+            self._server = ""
+            self._write(term, self.last_report, self._report_at[1] + 1)
+        self.held, self._candidate_for = False, 0
 
     # -- the store -------------------------------------------------------------------------------
 
-    def _is_ours(self, name: str) -> bool:
-        return self._read(ObjectInfo(name, len(self._body), 0.0)) == self._body
+    def _is_ours(self, term: int) -> bool:
+        found = self._read(term_name(term), _BODY_BYTES_MAX)
+        return found is not None and found.server == self._server
 
-    def _read(self, info: ObjectInfo) -> bytes:
-        room = memoryview(bytearray(min(info.size, _BODY_BYTES_MAX)))
+    def _read(self, name: str, size: int) -> Term | None:
+        """The body of a term's object; None if it is not there or cannot be one."""
+        room = memoryview(bytearray(min(size, _BODY_BYTES_MAX)))
         try:
-            length = self._store.get(info.name, [room]) if room else 0
-        except LengthMismatch:
-            return b""
-        return bytes(room[: length or 0])
+            length = self._store.get(name, [room]) if room else 0
+            return msgspec.json.decode(room[: length or 0], type=Term)
+        except (LengthMismatch, msgspec.MsgspecError):
+            return None
 
-    def _put(
-        self, name: str, body: bytes, *, if_absent: bool = False, deadline: float | None = None
-    ) -> PutOutcome:
-        return self._store.put(name, [memoryview(body)], if_absent=if_absent, deadline=deadline)
-
-
-def _decode(body: bytes, kind: type[_T]) -> _T | None:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError:
-        return None
+    def _write(self, term: int, report: Report, round_: int = 0, **more: Any) -> PutOutcome:
+        body = msgspec.json.encode(Term(self._server, self._lease_s, round_, report))
+        body += b" " * ((round_ - len(body)) % _SIZES)
+        return self._store.put(term_name(term), [memoryview(body)], **more)
 
 
 class Presence:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -25,7 +24,6 @@ import xxhash
 from kvtier.backends.object.stores.store import OBJECT_BYTES_MAX
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.record.record import Buffer
-from kvtier.slab.layout import keys_of
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTMAN\r\n"
@@ -49,6 +47,7 @@ ENTRY = np.dtype(
     ]
 )
 Entries = npt.NDArray[np.void]
+Prints = npt.NDArray[np.uint64]
 
 _HEAD = struct.Struct("<8sHHIQ16sQ")
 _SUM = struct.Struct("<Q")
@@ -166,10 +165,17 @@ def unpack(
     return entries, covers
 
 
-def fingerprints(
-    entries: Entries, generations: npt.NDArray[np.uint16] | int = 0
-) -> npt.NDArray[np.uint64]:
+def object_prints(entries: Entries) -> Prints:
     """64 bits for each key and generation, mixed from all their bits."""
+    return _fingerprints(entries, entries["generation"])
+
+
+def key_prints(entries: Entries) -> Prints:
+    """The same whatever the generation is."""
+    return _fingerprints(entries, 0)
+
+
+def _fingerprints(entries: Entries, generations: npt.NDArray[np.uint16] | int) -> Prints:
     prints = entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
     prints += np.uint64(0xD6E8FEB86659FD93) * np.asarray(generations, np.uint64)
     for column, odd in zip(_key_words(entries), _ODD, strict=True):
@@ -185,97 +191,28 @@ def _key_words(entries: Entries) -> npt.NDArray[np.uint64]:
     return words.T[-KEY_BYTES_MAX // 8 :]
 
 
-class Rows(msgspec.Struct):
-    """Blocks, in columns; times in seconds since the epoch."""
-
-    keys: list[BlockKey] = []
-    generations: list[int] = []
-    sizes: list[int] = []
-    times: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def add(self, key: BlockKey, generation: int, size: int, at: float) -> None:
-        self.keys.append(key)
-        self.generations.append(generation)
-        self.sizes.append(size)
-        self.times.append(at)
-
-    def __getitem__(self, cut: slice) -> Rows:
-        return Rows(self.keys[cut], self.generations[cut], self.sizes[cut], self.times[cut])
-
-
-def rows_of(entries: Entries) -> Rows:
-    """The blocks of these entries."""
-    return Rows(
-        keys_of(entries),
-        entries["generation"].tolist(),
-        entries["size"].tolist(),
-        (entries["time_us"] / 1e6).tolist(),
-    )
-
-
-# -- merging ----------------------------------------------------------------------
-
 _OPAQUE = np.dtype(f"V{ENTRY.itemsize}")
 """Whole entries without fields, which numpy moves several times as fast."""
-_ROWS_AT_ONCE = 1 << 16
 
 
-def merge(pieces: list[Entries]) -> Entries:
-    """The latest entry of every object, oldest first. `pieces` is empty afterwards."""
-    entries = _concatenate(pieces)
-    # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
-    # objects, would forget one block
-    prints = fingerprints(entries, entries["generation"])
-    if not _unique(prints):
-        latest = np.zeros(len(entries), np.bool_)
-        latest[_latest_rows(prints, entries)] = True
-        entries = _keep(entries, latest)
-    del prints
-    order = np.argsort(entries["time_us"], kind="stable")
-    misplaced = order != np.arange(len(order))
-    if misplaced.any():
-        first = int(misplaced.argmax())
-        moved = entries.view(_OPAQUE)
-        moved[first:] = moved[order[first:]]
-    return entries
-
-
-def _concatenate(pieces: list[Entries]) -> Entries:
-    """All entries, those of the oldest piece first."""
-    pieces.sort(key=lambda piece: int(piece["time_us"][0]) if len(piece) else 0, reverse=True)
-    whole = np.empty(sum(map(len, pieces)), _OPAQUE)
-    end = 0
-    while pieces:
-        piece = np.ascontiguousarray(pieces.pop()).view(_OPAQUE)
-        whole[end : end + len(piece)] = piece
-        end += len(piece)
+def joined(pieces: Iterable[Entries]) -> Entries:
+    """All entries of all pieces."""
+    whole = np.concatenate([np.zeros(0, _OPAQUE), *(piece.view(_OPAQUE) for piece in pieces)])
     return whole.view(ENTRY)
 
 
-def _keep(entries: Entries, chosen: npt.NDArray[np.bool_]) -> Entries:
-    """The chosen entries, moved to the front in place. They are copied if they are few."""
-    whole = entries.view(_OPAQUE)
-    end = 0
-    for start in range(0, len(whole), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        kept = whole[rows][chosen[rows]]
-        whole[end : end + len(kept)] = kept
-        end += len(kept)
-    return entries[:end] if 2 * end > len(entries) else entries[:end].copy()
-
-
-def _unique(prints: npt.NDArray[np.uint64]) -> bool:
-    in_order = np.sort(prints)
-    return bool((in_order[1:] != in_order[:-1]).all())
-
-
-def _latest_rows(prints: npt.NDArray[np.uint64], entries: Entries) -> npt.NDArray[np.intp]:
-    """The row of the latest entry of each object. Of two with the same time the removal counts,
+def merge(pieces: Iterable[Entries]) -> Entries:
+    """The latest entry of every object, oldest first. Of two with the same time the removal counts,
     because it is the safer one."""
-    order = np.lexsort((entries["kind"], entries["time_us"], prints))
-    prints = prints[order]
-    latest: npt.NDArray[np.intp] = order[np.append(prints[1:] != prints[:-1], True)]
-    return latest
+    entries = joined(pieces)
+    # 64 bits stand for key and generation: a collision, once in 10^7 states of a million
+    # objects, would forget one block
+    prints = object_prints(entries)
+    in_order = np.sort(prints)
+    latest = np.arange(len(entries))
+    if (in_order[1:] == in_order[:-1]).any():  # which is slow, and rare where much is read
+        order = np.lexsort((entries["kind"], entries["time_us"], prints))
+        latest = order[np.append(in_order[1:] != in_order[:-1], True)]
+    latest = latest[np.argsort(entries["time_us"][latest], kind="stable")]
+    merged: Entries = entries.view(_OPAQUE)[latest].view(ENTRY)
+    return merged

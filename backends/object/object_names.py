@@ -1,7 +1,6 @@
 """The names of all objects below a url. They follow from the content.
 
-    caretaker/<term>                         who keeps the budget
-    caretaker/<term>-<round>                 what it reports
+    caretaker/<term>                         who keeps the budget, and what it reports
     servers/<namespace>-<server>-<writer>-<capacity>-<block bytes>    a server that lives
     <namespace>/namespace.json               what the bytes mean, readable
     <namespace>/blocks/ab/cd/<key>-<gen>     one record; ab and cd are the key's first bytes
@@ -38,7 +37,6 @@ _BLOCK = re.compile(
 )
 _LIST = re.compile(r"([0-9a-f]{32})/(manifest|uses)/([0-9a-f]{16}-[0-9]{10})")
 _TERM = re.compile(r"caretaker/([0-9]{10})")
-_REPORT = re.compile(r"caretaker/([0-9]{10})-([0-9]{10})")
 _SERVER = re.compile(
     r"servers/([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9]{1,19})-([0-9]{1,19})"
 )
@@ -137,16 +135,6 @@ def term_name(term: int) -> str:
 def parse_term(name: str) -> int | None:
     found = _TERM.fullmatch(name)
     return int(found[1]) if found else None
-
-
-def report_name(term: int, number: int) -> str:
-    return f"{TERMS}{term:010d}-{number:010d}"
-
-
-def parse_report(name: str) -> tuple[int, int] | None:
-    """Term and round of a caretaker's report, None for any other name."""
-    found = _REPORT.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
 
 
 def parse_server(name: str) -> ServerName | None:

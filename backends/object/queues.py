@@ -19,12 +19,11 @@ from kvtier.backends.object.manifests import (
     REMOVED,
     SKEW_US,
     Entries,
-    Rows,
     merge,
     pack_entries,
-    rows_of,
 )
 from kvtier.backends.object.object_names import ObjectKey
+from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 _ENTRIES_MAX = 1 << 16
@@ -35,14 +34,19 @@ OfferedBlocks = Callable[[], Iterator[ObjectKey]]
 
 
 class Update(msgspec.Struct):
-    """Something that the tier does not know yet."""
+    """Blocks that are there, or that are gone, which the tier does not know yet. In columns; times
+    in seconds since the epoch."""
 
-    added: Rows | None = None
-    """Blocks that are there."""
-    removed: Rows | None = None
-    """Blocks that are gone."""
+    kind: int
+    keys: list[BlockKey] = []
+    generations: list[int] = []
+    sizes: list[int] = []
+    times: list[float] = []
     recatalogued: int = 0
     """So many of the uncatalogued bytes are among the blocks that follow."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
 
 def enqueue(updates: deque[Update], entries: Entries, gil_yield: GilYield) -> None:
@@ -51,8 +55,8 @@ def enqueue(updates: deque[Update], entries: Entries, gil_yield: GilYield) -> No
         for piece in gil_yield.chunks(len(entries)):
             some = entries[piece][entries["kind"][piece] == kind]
             if len(some):
-                rows = rows_of(some)
-                updates.append(Update(added=rows) if kind == ADDED else Update(removed=rows))
+                columns = (some["generation"], some["size"], some["time_us"] / 1e6)
+                updates.append(Update(kind, keys_of(some), *(each.tolist() for each in columns)))
 
 
 class Outbox:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
+import msgspec
+
+from kvtier.backends.object.stores.bucket_store import BucketStore
+from kvtier.backends.object.stores.clouds import CLOUDS, BucketSettings, Cloud, Timeouts
 from kvtier.backends.object.stores.clouds import check_settings as check_bucket_settings
-from kvtier.backends.object.stores.errors import Misconfigured
-from kvtier.backends.object.stores.open_store import Location, open_store, parse_url
+from kvtier.backends.object.stores.errors import Misconfigured, WrongEndpoint
+from kvtier.backends.object.stores.file_store import FileStore
+from kvtier.backends.object.stores.retry import RetryingStore, RetryPolicy
 from kvtier.backends.object.stores.store import Store
 from kvtier.errors import ConfigError, NotHere
 from kvtier.settings import (
@@ -78,23 +83,78 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
         return self.write is WritePolicy.NEVER
 
 
+class Location(NamedTuple):
+    """What a url names: a folder, or a bucket of a cloud and the prefix of all names in it."""
+
+    folder: Path | None
+    bucket: str = ""
+    prefix: str = ""
+    cloud: Cloud = "s3"
+
+    def in_bucket(self, reached: BucketSettings) -> BucketSettings:
+        """The same settings with the bucket that the url names."""
+        return msgspec.structs.replace(
+            reached, cloud=self.cloud, bucket=self.bucket, prefix=self.prefix
+        )
+
+
+def parse_url(url: str) -> Location:
+    """What this url names; raises WrongEndpoint, which does not quote the url: it may hold a
+    password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    path = unquote(parts.path)
+    cloud = next((name for name in CLOUDS if name == parts.scheme), None)
+    if cloud and "@" in parts.netloc:
+        raise WrongEndpoint("a user name stands in the url: credentials come from the environment")
+    if not (parts.query or parts.fragment or "\0" in path):
+        if parts.scheme == "file" and path and not parts.netloc:
+            return Location(Path(path))
+        if cloud and parts.netloc:
+            return Location(None, parts.netloc, path, cloud)
+    raise WrongEndpoint(
+        "this url names no store: write s3://bucket/prefix (or gs://, az://) or file:///folder"
+    )
+
+
+def open_store(
+    url: str,
+    reached: BucketSettings | None = None,
+    *,
+    retry: RetryPolicy | None = None,
+) -> Store:
+    """The store that a url names, with retries and a circuit breaker around it. `reached` says
+    how a bucket is reached.
+
+    Raises StoreError if the settings cannot be right; makes no request.
+    """
+    location, reached = parse_url(url), reached or BucketSettings()
+    inner = (
+        FileStore(location.folder)
+        if location.folder is not None
+        else BucketStore(location.in_bucket(reached))
+    )
+    return RetryingStore(inner, retry or RetryPolicy(), reached.timeouts.total_s)
+
+
 def open_for(settings: ObjectSettings) -> Store:
     """The store that a tier with these settings uses; raises StoreError, makes no request."""
+    return open_store(settings.url, _reached(settings))
+
+
+def _reached(settings: ObjectSettings) -> BucketSettings:
     total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
-    return open_store(
-        settings.url,
-        BucketSettings(
-            endpoint=settings.endpoint,
-            region=settings.region,
-            addressing=settings.addressing,
-            ca_bundle=settings.ca_bundle,
-            profile=settings.profile,
-            conditional_put=settings.conditional_put,
-            connections=settings.threads,
-            timeouts=Timeouts(
-                settings.connect_timeout.seconds, settings.idle_timeout.seconds, total_s
-            ),
-        ),
+    return BucketSettings(
+        endpoint=settings.endpoint,
+        region=settings.region,
+        addressing=settings.addressing,
+        ca_bundle=settings.ca_bundle,
+        profile=settings.profile,
+        conditional_put=settings.conditional_put,
+        connections=settings.threads,
+        timeouts=Timeouts(settings.connect_timeout.seconds, settings.idle_timeout.seconds, total_s),
     )
 
 
@@ -134,16 +194,7 @@ def _check_bucket(settings: ObjectSettings, location: Location) -> None:
         remedy = f"pip install 'kvtier[{extra}]'"
         raise NotHere(".url", f"an {location.cloud}:// store needs an optional package", remedy)
     try:
-        check_bucket_settings(
-            BucketSettings(
-                cloud=location.cloud,
-                bucket=location.bucket,
-                prefix=location.prefix,
-                endpoint=settings.endpoint,
-                region=settings.region,
-                profile=settings.profile,
-            )
-        )
+        check_bucket_settings(location.in_bucket(_reached(settings)))
     except Misconfigured as error:
         raise _config_error(error.setting, error) from error
     if settings.ca_bundle and not Path(settings.ca_bundle).is_file():

@@ -133,7 +133,7 @@ class Uses:
             keys, uses = list(some), list(some.values())
             pieces.append(manifests.pack_entries(USED, keys, 0, uses, now_us))
             self._pause()
-        self._put(np.concatenate(pieces))
+        self._put(manifests.joined(pieces))
         self._counts.clear()
         self._join()
 
@@ -212,9 +212,9 @@ class _Lists:
             if name not in joined and counted.isdisjoint(covers):
                 counted.update(covers)
                 pieces.append(entries)
-        entries = np.concatenate(pieces)
+        entries = manifests.joined(pieces)
         _, first, which = np.unique(
-            manifests.fingerprints(entries), return_index=True, return_inverse=True
+            manifests.key_prints(entries), return_index=True, return_inverse=True
         )
         counts, times = np.zeros((2, len(first)), np.uint64)
         np.add.at(counts, which, np.minimum(entries["size"], _COUNT_MAX))
@@ -279,7 +279,7 @@ def count_uses(
     found = _Lists(store, namespace).sum()
     counts, times = np.zeros((2, len(blocks)), np.uint32)
     if len(found):
-        known, wanted = manifests.fingerprints(found), manifests.fingerprints(blocks)
+        known, wanted = manifests.key_prints(found), manifests.key_prints(blocks)
         order = np.argsort(known)
         at = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(order) - 1)]
         same = known[at] == wanted

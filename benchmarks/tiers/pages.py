@@ -65,10 +65,10 @@ class Slots:
         self.seal(keys)
         self.tier.complete_store(keys)
 
-    def seal(self, keys: Sequence[BlockKey]) -> None:
-        """Headers and checksums for records of these keys, as the worker that stores makes them."""
-        for key, view in zip(keys, self.views, strict=True):
-            seal(view, Header(key, self.namespace.digest, self.payload))
+    def seal(self, keys: Sequence[BlockKey], first: int = 0, ranks: int = 1) -> None:
+        """Headers and checksums for records of these keys, as the workers that store make them."""
+        for key, view in zip(keys, self.views[first:], strict=True):
+            seal(view, Header(key, self.namespace.digest, self.payload, ranks))
 
     def close(self) -> None:
         self.handler.close()
@@ -78,7 +78,8 @@ class Slots:
 class Pages:
     """Pages of sixteen layers; a chunk's blocks are neighbours, and chunks in no order."""
 
-    def __init__(self, payload: int, count: int) -> None:
+    def __init__(self, payload: int, count: int, heads: Sequence[int] = ()) -> None:
+        """Those of one rank; if it knows how the heads in them lie, it reads what others wrote."""
         page = payload // (LAYERS * PER_CHUNK)
         room = np.zeros(LAYERS * count * PER_CHUNK * page + 64, np.uint8)
         first = -int(room.ctypes.data) % 64  # as torch aligns tensors
@@ -87,7 +88,7 @@ class Pages:
         tensors = [
             DeviceTensor(int(array.ctypes.data), len(array), page, page) for array in self._arrays
         ]
-        refs = tuple(PageRef(layer, page) for layer in range(LAYERS))
+        refs = tuple(PageRef(layer, page, *heads) for layer in range(LAYERS))
         self._layout = DeviceLayout(tuple(tensors), (refs,), PER_CHUNK)
         chunks = np.random.default_rng(1).permutation(count)
         self._ids = chunks[:, None] * PER_CHUNK + np.arange(PER_CHUNK)

@@ -24,8 +24,9 @@ from kvtier.types import BlockKey, Namespace
 
 Files = dict[str, bytes]
 BLOCKS = 12
-NAMESPACE = Namespace(facts={"model": "specimen"}, group_bytes=(8192, 4608), parts=4)
-FOREIGN = Namespace(facts={"model": "stranger"}, group_bytes=(8192, 4608), parts=4)
+PARTS = 4
+NAMESPACE = Namespace(facts={"model": "specimen"}, group_bytes=(8192, 4608), parts=PARTS)
+FOREIGN = Namespace(facts={"model": "stranger"}, group_bytes=(8192, 4608), parts=PARTS)
 _ENGINE = "specimen"
 _PARTS = {
     "blocks": "block",
@@ -51,7 +52,7 @@ class Place(NamedTuple):
     def proved(self, files: Files) -> bytes:
         """The bytes of it that a load depends on; fewer where the file is shorter."""
         record = files.get(self.path, b"")[self.at : self.at + self.size]
-        sums = record[_SUMS_AT : _SUMS_AT + 8 * NAMESPACE.parts]
+        sums = record[_SUMS_AT : _SUMS_AT + 8 * PARTS]
         payload = NAMESPACE.payload_of(self.key)
         return record[:_HEADER_PROVED] + sums + record[HEADER_BYTES : HEADER_BYTES + payload]
 

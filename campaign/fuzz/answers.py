@@ -8,9 +8,8 @@ from pathlib import Path
 
 from campaign.fuzz.harness import Target
 from kvtier.backends.object.stores.clouds import BucketSettings, Place
-from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.stores.errors import Response, StoreError, response_error
 from kvtier.backends.object.stores.reader import Reader
-from kvtier.backends.object.stores.status_errors import Response, response_error
 from kvtier.errors import MoverError
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult

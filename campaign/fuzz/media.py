@@ -153,7 +153,7 @@ def _manifest() -> Target:
 
     def parse(data: bytes) -> None:
         entries, _ = manifest.unpack(memoryview(mended(data)), _DIGEST)
-        manifest.fingerprints(entries)
+        manifest.key_prints(entries)
 
     covers = [f"{_WRITER}-{number:010d}" for number in range(3)]
     corpus = [_packed(manifest.ADDED, []), _packed(manifest.REMOVED, covers)]

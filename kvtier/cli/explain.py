@@ -261,5 +261,11 @@ def _show(answers: list[Answer], problems: Mapping[str, str]) -> None:
             console.say("  it is shorter than one chunk: nothing of it is ever stored")
         for each in answer.differs:
             console.say_wrapped(f"  differs: {each}", 4)
+    if any(each.startswith("tensor_parallel:") for answer in answers for each in answer.differs):
+        console.say_wrapped(
+            "engines of several tensor-parallel sizes share blocks if their stacks say "
+            "across_degrees: true and their model allows it; else their log says why not",
+            2,
+        )
     for name, problem in problems.items():
         console.say_wrapped(f"namespace {name[:12]}: {problem}", 2)

@@ -33,7 +33,7 @@ from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.eviction.retention import PINNED
 from kvtier.inspect import Block, Depth, Hold, Part
-from kvtier.types import KEY_BYTES_MAX, BlockKey, Difference, Namespace, group_of
+from kvtier.types import ANY_DEGREE, KEY_BYTES_MAX, BlockKey, Difference, Namespace, group_of
 
 app = options.new_app()
 
@@ -161,7 +161,7 @@ def layout_of(facts: Mapping[str, str]) -> str:
     words = [kind.removeprefix("torch.")]
     for name, sign in (("tensor_parallel", "tp"), ("pipeline_parallel", "pp")):
         if facts.get(name, "1") != "1":
-            words.append(sign + facts[name])
+            words.append(sign + facts[name].replace(ANY_DEGREE, "*"))
     if {"block_tokens", "chunk_blocks"} <= facts.keys():
         words.append(f"{facts['block_tokens']}x{facts['chunk_blocks']}")
     return " ".join(words)
@@ -198,7 +198,7 @@ def _show_namespace(inspectors: Inspectors, name: str, limit: int, json: bool) -
     else:
         sizes = ", ".join(amounts.size(size) for size in namespace.group_bytes)
         console.print_values(
-            {**namespace.facts, "block of each group": sizes, "parts": namespace.parts}
+            {**namespace.facts, "block of each group": sizes, "parts": namespace.parts or "any"}
         )
     for other, differences in apart.items():
         console.say()

@@ -29,6 +29,7 @@ from kvtier.settings import (
     WritePolicy,
     show_hook,
 )
+from kvtier.types import ANY_DEGREE
 
 VERSION = 1
 TIERS_MAX = 8
@@ -122,6 +123,9 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain: Duration = Duration(1.0)
     """How long an engine that is told to end goes on writing what waits for lower tiers. The next
     engine writes the rest, as far as CPU memory is kept until then."""
+    across_degrees: bool = False
+    """Whether engines of any tensor-parallel size load each other's blocks, as far as the model
+    allows it. Their sums differ in the last bits, and so may tokens that are nearly as likely."""
     gds: Gds = Gds.AUTO
     """Whether blocks go from a local disk straight into GPU memory (GPUDirect Storage)."""
     mover: MoverSettings = MoverSettings()
@@ -463,10 +467,11 @@ def stack_of(config: StackConfig) -> str:
     return f"{', '.join(each.kind for each in config.tiers)} ({digest})"
 
 
-def rate_owner(config: StackConfig, facts: Mapping[str, str]) -> Owner:
-    """Whose the rates of an engine are whose namespace has these facts."""
+def rate_owner(config: StackConfig, facts: Mapping[str, str], ranks: int = 1) -> Owner:
+    """Whose the rates of an engine are whose namespace has these facts, with so many ranks."""
     device = [facts.get("platform", "a device")]
-    device += [f"{name} {facts[name]}" for name in _RANKS if facts.get(name, "1") != "1"]
+    ranked = {name: facts.get(name, "1").replace(ANY_DEGREE, str(ranks)) for name in _RANKS}
+    device += [f"{name} {count}" for name, count in ranked.items() if count != "1"]
     model = [facts[name] for name in _MODEL if name in facts]
     return Owner(
         machine(), " ".join(device)[:_TEXT_MAX], " ".join(model)[:_TEXT_MAX], stack_of(config)

@@ -4,6 +4,7 @@
   `cuda` is one. Read it first.
 - `layout`: an engine's tensors in numbers, and which bytes go where.
 - `records`: where a rank's parts of records lie; what verifies and seals them.
+- `regroup`: how a rank's part is made of parts that another number of ranks has written.
 - `queue`: jobs in, batches out, results back, between the engine and the copier's threads.
 - `cpu`: the copier for an engine whose tensors lie in host memory; `host_kernels`: its copies with
   a checksum in one pass, built for this processor.

@@ -20,9 +20,9 @@ import numpy as np
 
 from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
-from kvtier.device.layout import DeviceLayout, Ints
+from kvtier.device.layout import Bytes, DeviceLayout, Ints
 from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
-from kvtier.device.records import Bytes, RankRecords, RecordParts, Sums, up_to_wrong
+from kvtier.device.records import RankRecords, RecordParts, Sums, up_to_wrong
 from kvtier.record.record import Buffer, PartSum, part_sum
 from kvtier.system.calls import joined
 from kvtier.types import BlockKey, Outcome

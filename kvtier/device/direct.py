@@ -236,7 +236,7 @@ class DirectLoader:
             return Outcome.GONE
         layout = self._layout
         size = layout.part_bytes[read.group]
-        skip = HEADER_BYTES + layout.part * size - self._span(read.group)[0]
+        skip = layout.part_at(read.group) - self._span(read.group)[0]
         try:
             found = read.stage.checksum(skip, size)
         except ERRORS as error:
@@ -264,9 +264,8 @@ class DirectLoader:
 
     def _span(self, group: int) -> tuple[int, int]:
         """The aligned bytes of a record in which this rank's part lies."""
-        size = self._layout.part_bytes[group]
-        start = HEADER_BYTES + self._layout.part * size
-        return start // ALIGN * ALIGN, padded(start + size)
+        start = self._layout.part_at(group)
+        return start // ALIGN * ALIGN, padded(start + self._layout.part_bytes[group])
 
 
 _STRIKES = 3
@@ -354,8 +353,9 @@ class DirectPath:
         """Copy a verified record from its buffer to its pages."""
 
         def copy() -> object:
-            records = np.array([read.record], np.int64)
-            copies = describe(self._job_queue.layout, batch.group, batch.ids, records)
+            layout = self._job_queue.layout
+            part = np.array([read.record + layout.part_at(batch.group)], np.int64)
+            copies = describe(layout, batch.group, batch.ids, part)
             return self._stream.to_device(copies)
 
         steps = (lambda: self._job_queue.reach(batch), copy)

@@ -34,8 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.device.copier import ERRORS
-from kvtier.device.layout import DeviceLayout, DeviceTensor, Ints, PageRef
-from kvtier.device.records import Bytes, RecordParts, Sums
+from kvtier.device.layout import Bytes, DeviceLayout, DeviceTensor, Ints, PageRef
+from kvtier.device.records import RecordParts, Sums
 from kvtier.record.record import PIECE_BYTES, TAIL_BYTES, Buffer, part_sum, pieces_of, sum_of
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvtier.record.record import HEADER_BYTES
 
+Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
 
@@ -37,6 +38,18 @@ class PageRef(msgspec.Struct, frozen=True):
 
     tensor: int
     page_bytes: int
+    heads: int = 0
+    """How many heads this rank has there; 0 where it is not known how their bytes lie."""
+    head_bytes: int = 0
+    """So many bytes of each of them lie together, those of all heads one behind the other, over and
+    over: of a token, or of all tokens of the page."""
+
+
+class HeadShape(NamedTuple):
+    """How many heads a rank has of a layer, and how many bytes of each lie together (`PageRef`)."""
+
+    heads: int = 0
+    head_bytes: int = 0
 
 
 class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
@@ -68,6 +81,8 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
                 raise ValueError(f"{ref} names no tensor")
             if not 0 < ref.page_bytes <= self.tensors[ref.tensor].page_bytes:
                 raise ValueError(f"{ref} is larger than the page it uses")
+            if ref.heads and ref.page_bytes % (ref.heads * ref.head_bytes):
+                raise ValueError(f"the heads do not fill the pages of {ref}")
 
     @classmethod
     def of_caches(
@@ -77,8 +92,10 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
         part: int = 0,
         parts: int = 1,
         group_ids: Sequence[int] = (),
+        heads: Sequence[Sequence[HeadShape]] = (),
     ) -> Self:
-        """Describe canonical KV caches: anything with vLLM's `tensors` and `group_data_refs`."""
+        """Describe canonical KV caches: anything with vLLM's `tensors` and `group_data_refs`.
+        `heads` are those of each reference, by group, if they are known."""
         tensors = []
         for entry in caches.tensors:
             tensor = entry.tensor
@@ -87,9 +104,13 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
             tensors.append(
                 DeviceTensor(tensor.data_ptr(), tensor.shape[0], stride, entry.page_size_bytes)
             )
+        shapes = heads or [[HeadShape()] * len(group) for group in caches.group_data_refs]
         groups = tuple(
-            tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in group)
-            for group in caches.group_data_refs
+            tuple(
+                PageRef(ref.tensor_idx, ref.page_size_bytes, *shape)
+                for ref, shape in zip(group, of_group, strict=True)
+            )
+            for group, of_group in zip(caches.group_data_refs, shapes, strict=True)
         )
         return cls(tuple(tensors), groups, blocks_per_chunk, part, parts, tuple(group_ids))
 
@@ -121,6 +142,15 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
                 at += self.blocks_per_chunk * ref.page_bytes
             offsets.append(tuple(starts))
         return tuple(offsets)
+
+    @cached_property
+    def knows_heads(self) -> bool:
+        """Whether records that another number of ranks has written can be loaded, too."""
+        return all(ref.heads for group in self.groups for ref in group)
+
+    def part_at(self, group: int) -> int:
+        """Where this rank's part begins in a record."""
+        return HEADER_BYTES + self.part * self.part_bytes[group]
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
@@ -190,18 +220,17 @@ def cut(layout: DeviceLayout, blocks: DeviceBlocks) -> ChunkRows:
     return ChunkRows(groups, np.concatenate(rows))
 
 
-def describe(layout: DeviceLayout, group: int, ids: Ints, records: Ints) -> PageCopies:
-    """The copies of some rows of a group, whose records lie at these addresses; neighbours that
-    continue each other on both sides are one copy."""
+def describe(layout: DeviceLayout, group: int, ids: Ints, parts: Ints) -> PageCopies:
+    """The copies of some rows of a group, whose parts of records lie at these addresses; neighbours
+    that continue each other on both sides are one copy."""
     refs = layout.groups[group]
     tensors = [layout.tensors[ref.tensor] for ref in refs]
     base = np.array([tensor.base for tensor in tensors])[:, None]
     stride = np.array([tensor.stride for tensor in tensors])[:, None]
     size = np.array([ref.page_bytes for ref in refs])[:, None]
-    part = records + HEADER_BYTES + layout.part * layout.part_bytes[group]
     place = np.array(layout.ref_at[group])[:, None] + size * np.arange(layout.blocks_per_chunk)
     blocks = ids[:, None, :]
-    columns = (base + stride * blocks, part[:, None, None] + place, size, blocks >= 0)
+    columns = (base + stride * blocks, parts[:, None, None] + place, size, blocks >= 0)
     device, host, sizes, there = (each.ravel() for each in np.broadcast_arrays(*columns))
     device, host, sizes = device[there], host[there], sizes[there]
     if not len(sizes):

@@ -6,26 +6,31 @@ than a small record takes to be copied.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.layout import DeviceLayout, Ints
+from kvtier.device.layout import Bytes, DeviceLayout, Ints
+from kvtier.device.regroup import Regrouping
 from kvtier.record.record import (
+    ALIGN,
     HEADER_BYTES,
     Buffer,
     Header,
     expected_headers,
+    header_of,
+    padded,
     part_sum,
     put_sum,
+    stated_sum,
     sum_at,
 )
 from kvtier.slab import layout as table
 from kvtier.types import KEY_BYTES_MAX, BlockKey, Outcome
 
-Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 Sums = npt.NDArray[np.uint64]
 
@@ -59,6 +64,9 @@ class RankRecords:
         first = host.record(0)
         self._slot_bytes = len(first)
         self._first_at = int(np.frombuffer(first, np.uint8).ctypes.data)
+        self._rooms = _Rooms()
+        self._regroupings: dict[tuple[int, int], Regrouping | None] = {}
+        """Of a group's records, by how many parts they have."""
 
     def addresses(self, slots: Sequence[int]) -> Ints:
         """Where the records of these slots lie."""
@@ -66,15 +74,12 @@ class RankRecords:
 
     def part_addresses(self, slots: Sequence[int], group: int) -> Ints:
         """Where this rank's parts of them lie."""
-        return self.addresses(slots) + self._part_at(group)
+        return self.addresses(slots) + self.layout.part_at(group)
 
     def part(self, slot: int, group: int) -> Buffer:
         """This rank's part of a record, in place."""
-        at = self._part_at(group)
+        at = self.layout.part_at(group)
         return self._host.record(slot)[at : at + self.layout.part_bytes[group]]
-
-    def _part_at(self, group: int) -> int:
-        return HEADER_BYTES + self.layout.part * self.layout.part_bytes[group]
 
     # -- loads -----------------------------------------------------------------------------
 
@@ -84,7 +89,7 @@ class RankRecords:
 
     def find(self, slots: Sequence[int], keys: Sequence[BlockKey], group: int) -> FoundRecords:
         """The records of these keys, none of them pending; raises IndexError on a slot that is not
-        there."""
+        there. What another number of ranks has written is verified and regrouped."""
         layout, places = self.layout, np.array(slots, np.int64)
         entries = self._host.entries_of(places)
         records = np.frombuffer(self._host.data[:], np.uint8).reshape(-1, self._slot_bytes)
@@ -93,16 +98,60 @@ class RankRecords:
         expected = expected_headers(keys, self._namespace, layout.group_bytes[group], layout.parts)
         wanted = np.frombuffer(expected, np.uint8).reshape(len(keys), -1)
         headers = records[places, : wanted.shape[1]]
-        sums, at = sum_at(layout.part), self._part_at(group)
+        sums, at = sum_at(layout.part), layout.part_at(group)
         there = _readable(entries) & table.are_of(entries, keys)
-        return FoundRecords(
+        found = FoundRecords(
             host=self._host,
+            slots=places,
             parts=RecordParts(records[:, at : at + layout.part_bytes[group]], places),
             entries=entries,
             there=there,
             fit=there & (headers == wanted).all(axis=1),
             stated=records[places, sums : sums + 8].view("<u8").ravel(),
         )
+        if layout.knows_heads and (others := there & ~found.fit).any():
+            return self._regrouped(found, keys, group, records, np.flatnonzero(others))
+        return found
+
+    def _regrouped(
+        self,
+        found: FoundRecords,
+        keys: Sequence[BlockKey],
+        group: int,
+        records: Bytes,
+        others: Ints,
+    ) -> FoundRecords:
+        """All of these in memory of their own, as this rank would have written them, if another
+        number of ranks wrote some; those whose bytes are not as their ranks say do not fit."""
+        room = self._rooms.rows(len(keys), self.layout.part_bytes[group])
+        own = RecordParts(room, np.arange(len(keys)))
+        fit, stated, any_regrouped = found.fit.copy(), found.stated.copy(), False
+        for row in others:
+            record, into = records[found.slots[row]], own.of_slots[row]
+            if self._regroup(record, keys[row], group, into):
+                fit[row], stated[row], any_regrouped = True, part_sum(into.data), True
+        if not any_regrouped:
+            return found
+        for row in np.flatnonzero(found.fit):
+            own.of_slots[row] = found.parts.of_slots[found.slots[row]]
+        return found._replace(parts=own, fit=fit, stated=stated)
+
+    def _regroup(self, record: Bytes, key: BlockKey, group: int, into: Bytes) -> bool:
+        """Make this rank's part of a record; whether it is what other ranks have written."""
+        head, size = memoryview(record[:HEADER_BYTES].tobytes()), self.layout.group_bytes[group]
+        header = header_of(head, key, self._namespace)
+        if header is None or header.payload_bytes != size:
+            return False
+        at, payload = (group, header.parts), record[HEADER_BYTES:]
+        if at not in self._regroupings:
+            self._regroupings[at] = Regrouping.of(self.layout, *at)
+        if (regrouping := self._regroupings[at]) is None:
+            return False
+        for each in regrouping.sources:
+            if part_sum(regrouping.source(payload, each).data) != stated_sum(head, each):
+                return False
+        regrouping.copy(payload, into)
+        return True
 
     # -- stores ----------------------------------------------------------------------------
 
@@ -128,22 +177,45 @@ class RankRecords:
         return self.reserved(slot, key)
 
 
+class _Rooms(threading.local):
+    """A thread's memory for what it regroups, until it looks for its next batch: memory that was
+    never used before would take longer to get than the bytes take to be copied there."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
+
+    def rows(self, count: int, size: int) -> Bytes:
+        """So many rows, each at an address that is a multiple of a page."""
+        stride = padded(size)
+        if len(self._room) < count * stride + ALIGN:
+            self._room = np.empty(count * stride + ALIGN, np.uint8)
+        aligned = self._room[-self._room.ctypes.data % ALIGN :][: count * stride]
+        return aligned.reshape(count, stride)[:, :size]
+
+
 class RecordParts(NamedTuple):
-    """A rank's parts of some records, in place."""
+    """A rank's parts of some records, in their slots, or in memory where they were regrouped."""
 
     of_slots: Bytes
-    """That of every slot, a row each."""
+    """That of every slot there, a row each."""
     slots: Ints
 
     def only(self, rows: Ints) -> RecordParts:
         """Some of these."""
         return RecordParts(self.of_slots, self.slots[rows])
 
+    @property
+    def addresses(self) -> Ints:
+        """Where they lie."""
+        first: int = self.of_slots.__array_interface__["data"][0]
+        return first + self.of_slots.strides[0] * self.slots
+
 
 class FoundRecords(NamedTuple):
     """Records of a batch, as they were when they were first looked at."""
 
     host: Host
+    slots: Ints
     parts: RecordParts
     entries: npt.NDArray[np.void]
     there: Flags
@@ -164,7 +236,7 @@ class FoundRecords(NamedTuple):
     def outcomes(self, right: Flags, copied: Flags, moved: bool = True) -> list[Outcome]:
         """What became of them, now that those that are `right`, as their headers and checksums
         say, are `copied` or not; IO_ERROR for those copied, unless the device has `moved` them."""
-        entries = self.host.entries_of(self.parts.slots)
+        entries = self.host.entries_of(self.slots)
         if moved and copied.all() and entries.tobytes() == self.entries.tobytes():
             return [Outcome.OK] * len(copied)  # nearly always, and soon
         same = _readable(entries) & table.are_same_blocks(entries, self.entries)

@@ -216,10 +216,15 @@ def header_of(record: Buffer, key: BlockKey, namespace: bytes) -> Header | None:
 
 
 def verify_header(
-    record: Buffer, key: BlockKey, namespace: bytes, payload_bytes: int, parts: int
+    record: Buffer, key: BlockKey, namespace: bytes, payload_bytes: int, parts: int | None
 ) -> Outcome:
     """Whose a raw record is, and how long, proved by its header alone: for records whose reader
-    proves the payload. There is only one such header, so nothing of it need be decoded."""
+    proves the payload. There is only one such header, so nothing of it need be decoded but the
+    number of its parts, where that may be any (None)."""
+    if parts is None:
+        if (header := header_of(record, key, namespace)) is None:
+            return Outcome.CORRUPT
+        parts = header.parts
     expected = _packed(Header(key, namespace, payload_bytes, parts))
     return Outcome.OK if record[: len(expected)] == expected else Outcome.CORRUPT
 

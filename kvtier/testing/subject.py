@@ -63,7 +63,7 @@ def fill(record: Buffer, key: BlockKey, namespace: Namespace = NAMESPACE) -> Non
     """Write a key's right record into a buffer."""
     body = payload(key, namespace)
     record[HEADER_BYTES : HEADER_BYTES + len(body)] = body
-    seal(record, Header(key, namespace.digest, len(body), namespace.parts))
+    seal(record, Header(key, namespace.digest, len(body), namespace.parts or 1))
 
 
 def sealed(key: BlockKey, namespace: Namespace = NAMESPACE) -> Buffer:

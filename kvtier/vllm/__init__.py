@@ -14,7 +14,6 @@ Importing this package imports neither vLLM nor torch; asking for the connector 
 - `identity/`: namespaces, keys and fingerprints
 - `secondary.py`: a stack below vLLM's own CPU tier, without the connector
 - `plugin.py`: what vLLM runs before it reads its settings
-- `guard.py`: no exception of kvtier's reaches vLLM
 - `server_process.py` and `tiny_model.py`: a server and a small model, for the command line
 """
 

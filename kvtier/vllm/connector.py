@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -16,11 +17,11 @@ from typing import Any
 import vllm
 
 from kvtier.config import StackConfig
+from kvtier.guard import guarded
 from kvtier.system.calls import WaitBound
 from kvtier.types import Namespace
 from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.events import DescribedEvents, place_of
-from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, scheduler, worker
 from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 from kvtier.vllm.hooks.idle_requests import IdleRequests
@@ -28,7 +29,15 @@ from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
-from kvtier.vllm.settings import SPEC, hash_warning, read_flag, settle, unread, write_namespace
+from kvtier.vllm.settings import (
+    SPEC,
+    crosses_degrees,
+    hash_warning,
+    read_flag,
+    settle,
+    unread,
+    write_namespace,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +90,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _share_log()
+        if multiprocessing.parent_process() is not None:  # not in a program of the user's
+            engine.end_without_garbage_collection()
         check_version(vllm.__version__)
         stack = settle(vllm_config, kv_cache_config)
         # Else another connector brings prompts from engine to engine.
@@ -130,8 +141,18 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             logger.warning("%s", each)
         payloads, blocks, parts = cache_groups.chunk_sizes(vllm_config, kv_cache_config)
         tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
-        facts = namespace_facts.facts_of(vllm_config, blocks, extra.get("weights"), tokens)
-        write_namespace(extra, Namespace(facts=facts, group_bytes=payloads, parts=parts))
+        across = crosses_degrees(extra)
+        if stack.across_degrees and not across:
+            logger.warning(
+                "across_degrees: engines of other tensor-parallel sizes find nothing of this one, "
+                "nor it of theirs: %s",
+                cache_groups.bound_to_degree(vllm_config, kv_cache_config),
+            )
+        facts = namespace_facts.facts_of(
+            vllm_config, blocks, extra.get("weights"), tokens, any_degree=across
+        )
+        namespace = Namespace(facts=facts, group_bytes=payloads, parts=None if across else parts)
+        write_namespace(extra, namespace)
 
     def _begin_scheduling(self, vllm_config: Any, by_tier: bool) -> None:
         side = self.connector_scheduler
@@ -337,7 +358,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
-            self._manager.pace.ended()
+            self._manager.load.ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()
@@ -397,6 +418,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, *arguments: Any) -> Any:
+        engine.end_without_garbage_collection()
         # In this process __init__ has never run: say whose metrics these are.
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
         types = metrics.latest_gauges(metric_types)

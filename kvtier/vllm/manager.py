@@ -88,9 +88,11 @@ class ChainManager:
         *,
         region: str,
         ranks: int,
+        parts: int | None = None,
         costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Records that its ranks write have so many `parts`: the namespace's, if that says it."""
         self.stack = stack
         self.chain = stack.chain
         self._region, self._ranks = region, ranks
@@ -100,8 +102,9 @@ class ChainManager:
         self._requests = Requests()
         self.load = EngineLoad(self._requests, costs, clock)
         namespace = stack.namespace
-        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, namespace.parts)
-        self._copies = max(1, ranks // namespace.parts)
+        parts = parts or namespace.parts or ranks
+        self._geometry = RecordGeometry(namespace.digest, namespace.group_bytes, parts)
+        self._copies = max(1, ranks // parts)
         self._load_seconds = max(tier.load_deadline.seconds for tier in stack.config.tiers)
         self._deadlines = LoadDeadlines(costs, clock, self._load_seconds)
         self._deferrals = Deferrals(self.chain, self._requests, self._deadlines, costs, clock)
@@ -128,6 +131,7 @@ class ChainManager:
         nobody knows. What is not `identified` yet is told later (`identify`)."""
         state = RequestState(identified=False, refused=True)
         self._requests.add(request, state)
+        self.load.first_tokens.added(request)
         if identified:
             state.identify(salt)
 
@@ -266,6 +270,7 @@ class ChainManager:
     def prepare_load(self, keys: Collection[bytes], request: str) -> WorkerJob:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._requests.of(request)
+        self.load.first_tokens.loads(request)
         state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)

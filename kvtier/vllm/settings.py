@@ -38,8 +38,8 @@ _SETTINGS = (
 )
 """kvtier's, and those of vLLM's offloading connector that do not belong to a tier."""
 _ENGINE, _ALONE, _NAMESPACE = "kvtier_engine", "kvtier_alone", "kvtier_namespace"
-_STACK = "kvtier_stack"
-_WRITTEN = (*SPEC, _NAMESPACE, _ENGINE, _ALONE, _STACK)
+_STACK, _ACROSS = "kvtier_stack", "kvtier_across_degrees"
+_WRITTEN = (*SPEC, _NAMESPACE, _ENGINE, _ALONE, _STACK, _ACROSS)
 """What the connector writes there itself."""
 _IGNORED = {"sync_load_budget_bytes": "requests wait for their loads"}
 """What vLLM's connector could do, and what is done instead: a load must not fail there."""
@@ -63,6 +63,9 @@ def settle(vllm_config: Any, kv_cache_config: Any) -> stack_config.StackConfig:
         if extra.pop(name, 0):
             logger.warning("%s is ignored: %s", name, instead)
     stack = read_stack(extra)
+    extra[_ACROSS] = (
+        stack.across_degrees and cache_groups.bound_to_degree(vllm_config, kv_cache_config) is None
+    )
     tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
     _set_chunk(extra, stack.chunk_tokens, tokens, cache_groups.most_blocks(kv_cache_config))
     return stack
@@ -171,6 +174,11 @@ def read_namespace(extra: Mapping[str, Any]) -> Namespace:
 def read_engine(extra: Mapping[str, Any]) -> tuple[str, bool]:
     """Which engine scheduler and workers are of, and whether they are one process."""
     return str(extra.get(_ENGINE, "")), bool(extra.get(_ALONE, False))
+
+
+def crosses_degrees(extra: Mapping[str, Any]) -> bool:
+    """Whether engines of other tensor-parallel sizes share this one's namespace."""
+    return bool(extra.get(_ACROSS, False))
 
 
 def unread(extra: Mapping[str, Any]) -> list[str]:

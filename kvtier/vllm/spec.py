@@ -10,21 +10,22 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
+from kvtier.device.layout import HeadShape
 from kvtier.errors import KVTierError
+from kvtier.guard import guarded, never_raising
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
 from kvtier.system.memory import Topology
 from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
-from kvtier.vllm.guard import guarded, never_raising
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
@@ -55,6 +56,10 @@ Incomplete = Callable[[Collection[bytes], Any], set[bytes]]
 class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
     """Opens the stack for the scheduler, and a rank's copies for a worker."""
 
+    heads: Sequence[Sequence[HeadShape]] = ()
+    """Of a worker's KV tensors, by cache group and layer, if it loads what other numbers of ranks
+    have written."""
+
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
         return definitions(extra_config)
@@ -65,6 +70,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         check_first_tier(stack)
         namespace = read_namespace(self.extra_config)
         ranks = config.parallel.world_size
+        parts = 1 if ranks_alike(config) else ranks
         costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
             stack,
@@ -73,6 +79,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             costs=costs,
             engine=engine_name(stack, config.parallel),
             near=self._near,
+            ranks=ranks,
         )
         assert isinstance(opened.host, RegionHandler)
         opened.host.region.name_engine(self._engine)
@@ -81,6 +88,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
             opened,
             region=str(opened.host.region.path),
             ranks=ranks,
+            parts=parts,
             costs=costs,
         )
         keeps = stack.sleep is stack_config.Sleep.KEEP
@@ -101,6 +109,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
                 group_ids=tuple(group.group_id for group in config.groups),
                 alike=ranks_alike(config),
                 pipelined=config.parallel.pp_size > 1,
+                heads=self.heads,
             ),
             gds=stack.gds,
             folders=stack_config.folders(stack),
@@ -128,7 +137,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
         self._meter, self._adapters = Meter(manager), Adapters()
         # For what vLLM does not ask, and kvtier's connector does:
-        self.chain_manager, self.pace = never_raising(manager), never_raising(manager.load.pace)
+        self.chain_manager, self.load = never_raising(manager), never_raising(manager.load)
         self.meter, self.adapters = never_raising(self._meter), never_raising(self._adapters)
         self._events = events
         self._keeps, self._pauses = keeps, False
@@ -177,6 +186,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: interfaces.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         self.has_events = True
+        self._meter.asked_for_room(len(keys))
         incomplete = self._incomplete(keys, req_context)
         complete = [key for key in keys if key not in incomplete]
         taken, worker_job = self._manager.prepare_store(complete, req_context.req_id)

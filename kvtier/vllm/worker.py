@@ -21,7 +21,7 @@ from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.cpu import CpuCopier, host_arrays
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.direct import DirectAccess, KvikioDriver, probe
-from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.layout import DeviceBlocks, DeviceLayout, HeadShape
 from kvtier.device.pacing import EngineSteps
 from kvtier.device.pinned import PinPlan
 from kvtier.device.records import RankRecords
@@ -52,6 +52,8 @@ class RankShare(msgspec.Struct, frozen=True):
     group_ids: tuple[int, ...]
     alike: bool = False
     pipelined: bool = False
+    heads: Sequence[Sequence[HeadShape]] = ()
+    """Of its pages, where it loads what other numbers of ranks have written."""
 
     @property
     def part(self) -> int:
@@ -73,8 +75,10 @@ class RankShare(msgspec.Struct, frozen=True):
         stated = tuple(geometry.group_bytes[group] for group in self.group_ids)
         try:
             layout = DeviceLayout.of_caches(
-                caches, self.blocks_per_chunk, self.part, self.parts, self.group_ids
+                caches, self.blocks_per_chunk, self.part, self.parts, self.group_ids, self.heads
             )
+            if self.heads and not layout.knows_heads:
+                raise ValueError("they do not show where each head's bytes lie (across_degrees)")
             given = f"the KV tensors give {layout.group_bytes} in {self.parts}"
             layout = layout.widened(stated) if self.pipelined else layout
             if (stated, geometry.parts) == (layout.group_bytes, self.parts):
@@ -332,7 +336,8 @@ class RankWorker:
                 partial(region.note_pinned, self._share.rank),
                 region.watch,
             )
-            no_files = access.mode is Gds.OFF
+            # What has to be regrouped goes by way of host memory, as all its neighbours then do.
+            no_files = access.mode is Gds.OFF or layout.knows_heads
             open_direct = None if no_files else lambda: access.open(layout, namespace)
             return cuda_device.open_copier(
                 layout, region, namespace, index=index, plan=plan, open_direct=open_direct

@@ -143,6 +143,12 @@ def test_what_people_type_as_elsewhere(
     assert said("version") == said("--version")
     assert said("help") == said("--help")
     assert said("help", "ls") == said("ls", "--help")
+    for short, words in (
+        ("gc", ["clear"]),
+        ("dashboard", ["top"]),
+        ("migrate", ["config", "migrate"]),
+    ):
+        assert said("help", short) == said(*words, "--help")
     status = said("status", "-c", str(filled)).splitlines()
     du = said("du", "-c", str(filled)).splitlines()
     # Other programs use the disk meanwhile.
@@ -150,9 +156,25 @@ def test_what_people_type_as_elsewhere(
         line for line in du if "free there" not in line
     ]
     assert said("-c", str(filled), "verify") == said("verify", "-c", str(filled))
+    assert said("-c", str(filled), "gc") == said("clear", "--garbage", "-c", str(filled))
     monkeypatch.chdir(filled.parent)
     assert said("verify") == said("verify", "-c", str(filled))
     assert said("config", "check").startswith("stack.yaml: all is well")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["clear", "3f2a", "--garbage"], "garbage is of no namespace: leave it out"),
+        (["clear", "--idle", "30d"], "says nothing without --garbage"),
+        (["clear", "--dry-run"], "says nothing without --garbage"),
+    ],
+)
+def test_garbage_is_not_mixed_with_what_is_cleared(
+    words: list[str], says: str, filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run([*words, "-c", str(filled)]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

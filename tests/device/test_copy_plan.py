@@ -24,7 +24,7 @@ def planned(layout: DeviceLayout, blocks: DeviceBlocks) -> list[tuple[int, int, 
     found: list[tuple[int, int, int]] = []
     for group in range(len(layout.groups)):
         rows = [row for row, each in enumerate(chunks.groups) if each == group]
-        copies = describe(layout, group, chunks.ids[rows], records[rows])
+        copies = describe(layout, group, chunks.ids[rows], records[rows] + layout.part_at(group))
         found += zip(*(column.tolist() for column in copies), strict=True)
     return found
 

@@ -1,6 +1,10 @@
-"""What people do to object stores from outside: `inspector.py` is this kind's `Inspector`.
+"""What people do to object stores from outside.
 
-`store_survey.py` reads what is there, `proofs.py` what records are worth, and `store_access.py`
-opens a store whose errors say what to do, deletes, and has what `bench` and `doctor` write.
-`checks.py` is what `doctor` looks at, `garbage.py` what `gc` finds, `copies.py` is for copies.
+- `inspector`: this kind's `Inspector`
+- `store_survey`: what is there, and how often it was used
+- `proofs`: what records are worth
+- `store_access`: a store whose errors say what to do; deleting; places to measure in
+- `garbage`: what `gc` finds
+- `checks`: what `doctor` looks at
+- `copies`: copies out of a store and into it
 """

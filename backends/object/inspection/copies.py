@@ -21,12 +21,12 @@ import numpy.typing as npt
 from kvtier.backends.object import manifests
 from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import UNLIMITED
+from kvtier.backends.object.handler import ObjectSpec
 from kvtier.backends.object.inspection.store_access import opened_store
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifests import ADDED, REMOVED, Entries
 from kvtier.backends.object.object_names import blocks_prefix, parse_block
 from kvtier.backends.object.settings import ObjectSettings
-from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.use_counts import Uses
 from kvtier.errors import MediumError
@@ -145,18 +145,16 @@ class ManifestCopyAudit(CopyAudit):
         except MediumError as error:
             self._reporter.warn(f"what the store tells of its blocks cannot be read: {error}")
             return len(expected)
-        recorded = manifests.fingerprints(entries[entries["kind"] == ADDED])
+        recorded = manifests.key_prints(entries[entries["kind"] == ADDED])
         return int(np.isin(expected, recorded, invert=True).sum())
 
 
 def _marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
-    return manifests.fingerprints(manifests.objects_of(keys, [0] * len(keys)))
+    return manifests.key_prints(manifests.objects_of(keys, [0] * len(keys)))
 
 
-def find_unrecorded(
-    store: Store, namespace: Namespace, where: str, reporter: Reporter
-) -> Entries | None:
-    """Entries for the blocks that a listing finds and no manifest names; None if there are none."""
+def find_unrecorded(store: Store, namespace: Namespace, where: str, reporter: Reporter) -> Entries:
+    """Entries for the blocks that a listing finds and no manifest names."""
     stated = BlockIndex(Journal(store, namespace.id).read_all())
     pieces = []
     with reporter.progress(f"listing {where}:", 0, "objects") as bar:
@@ -164,8 +162,7 @@ def find_unrecorded(
         while some := list(islice(listed, _AT_ONCE)):
             bar.advance(len(some))
             pieces.append(_unrecorded(some, stated))
-    found = [piece for piece in pieces if len(piece)]
-    return np.concatenate(found) if found else None
+    return manifests.joined(pieces)
 
 
 def _unrecorded(listed: Sequence[ObjectInfo], stated: BlockIndex) -> Entries:

@@ -105,7 +105,7 @@ def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
 
     def remove_namespace(namespace: str) -> bool:
         with opened_store(settings) as store:
-            return remove_empty_namespace(store, namespace, time.time())
+            return namespaces.remove(store, namespace, store_time(time.time()))
 
     with opened_store(settings) as store:
         found = look(store)
@@ -144,72 +144,39 @@ def survey(
     """List everything and decide; deletes nothing. Raises StoreError. Namespaces in `without` count
     as if they were gone.
 
-    There may be millions of blocks, so only times and sizes are kept. If the budget is exceeded,
-    everything is listed once more to find the names of the oldest.
+    There may be millions of blocks, so only times and sizes are kept. If some must go, everything
+    is listed once more to find the names of the oldest.
     """
-    found = Survey()
     descriptions = namespaces.Descriptions()
     times, sizes = array("d"), array("Q")
-    for info in store.list():
-        if info.name.partition("/")[0] in without:
-            continue
-        parsed = parse_block(info.name)
-        if parsed is None:
-            descriptions.add_other(info)
-            continue
-        descriptions.add_block(parsed[0])
-        found.blocks += 1
-        found.bytes += info.size
-        if age_max_s is not None and now - info.modified_s > age_max_s:
-            found.garbage.append(info)
-        else:
+    for info in _listed(store, without):
+        if parsed := parse_block(info.name):
+            descriptions.add_block(parsed[0])
             times.append(info.modified_s)
             sizes.append(info.size)
-    surplus = found.bytes - found.garbage_bytes - capacity
-    if surplus > 0:
-        others = {one.name for one in found.garbage}
-        found.garbage += _oldest(store, times, sizes, surplus, others, without)
-    found.garbage.sort(key=lambda one: one.modified_s)
+        else:
+            descriptions.add_other(info)
+    order = np.argsort(np.asarray(times), kind="stable")
+    oldest, summed = np.asarray(times)[order], np.cumsum(np.asarray(sizes)[order])
+    found = Survey(len(order), int(summed[-1]) if len(order) else 0)
+    count = 0 if age_max_s is None else int(np.searchsorted(oldest, now - age_max_s))
+    if (surplus := found.bytes - capacity) > 0:
+        count = max(count, int(np.searchsorted(summed, surplus)) + 1)
+    if count:
+        blocks = (info for info in _listed(store, without) if parse_block(info.name))
+        chosen = [info for info in blocks if info.modified_s <= oldest[count - 1]]
+        found.garbage = sorted(chosen, key=lambda info: info.modified_s)[:count]
     for namespace, size in descriptions.without_blocks().items():
-        if namespaces.is_unused(store, namespace, _store_time(now)):
+        if namespaces.is_unused(store, namespace, store_time(now)):
             found.empty_namespaces[namespace] = size
     return found
 
 
-def _oldest(
-    store: Store,
-    times: array[float],
-    sizes: array[int],
-    surplus: int,
-    others: set[str],
-    without: Collection[str],
-) -> Iterator[ObjectInfo]:
-    """The oldest blocks that are together as large as the surplus."""
-    order = np.argsort(np.frombuffer(times), kind="stable")
-    summed = np.cumsum(np.frombuffer(sizes, np.uint64)[order])
-    last = min(int(np.searchsorted(summed, surplus)), len(order) - 1)
-    until = times[order[last]]
-    chosen = [
-        info
-        for info in store.list()
-        if info.modified_s <= until
-        and info.name not in others
-        and parse_block(info.name)
-        and info.name.partition("/")[0] not in without
-    ]
-    for info in sorted(chosen, key=lambda info: info.modified_s):
-        if surplus <= 0:
-            return
-        yield info
-        surplus -= info.size
+def _listed(store: Store, without: Collection[str]) -> Iterator[ObjectInfo]:
+    return (info for info in store.list() if info.name.partition("/")[0] not in without)
 
 
-def remove_empty_namespace(store: Store, namespace: str, now: float) -> bool:
-    """Delete what describes a namespace without blocks, if nobody uses it. Raises StoreError."""
-    return namespaces.remove(store, namespace, _store_time(now))
-
-
-def _store_time(now: float) -> float:
+def store_time(now: float) -> float:
     """A time that is not later than the store's own, as far as clocks can be wrong."""
     return now - manifests.SKEW_US / 1e6
 

@@ -181,7 +181,7 @@ class ObjectInspector(Inspector[ObjectSettings]):
             for part in parts:
                 described = found.namespaces[part.namespace]
                 entries = find_unrecorded(store, described, found.where, self.reporter)
-                if entries is None:
+                if not len(entries):
                     continue
                 self.reporter.warn(
                     f"{len(entries)} blocks of the namespace {part.namespace[:12]} are in "

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from kvtier.backends.object.handler import decompress
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
 from kvtier.backends.object.stores.store import Store
 from kvtier.errors import FormatError, MediumError
 from kvtier.inspect.contents import Block
 from kvtier.inspect.inspector import NEWER, Proof, Prover, Verdict, is_newer, judge
-from kvtier.record.codec import decode
 from kvtier.record.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
 from kvtier.types import PAYLOAD_BYTES_MAX, Namespace
 
@@ -80,12 +80,7 @@ def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memor
     if namespace is None:
         # Its description may be lost, or could not be read just now: that is no proof against it.
         raise MediumError("it is compressed, and nothing says how large its payload should be")
-    if header.payload_bytes != namespace.payload_of(block.key):
-        raise FormatError(f"a payload of {header.payload_bytes} bytes does not fit its namespace")
-    record = memoryview(bytearray(record_bytes(header.payload_bytes)))
-    decode(header.codec, stored[HEADER_BYTES:], record[HEADER_BYTES:][: header.payload_bytes])
-    record[:HEADER_BYTES] = stored[:HEADER_BYTES]
-    header.codec = CODEC_RAW
-    header.stored_bytes = header.payload_bytes
-    header.write(record)
+    size = namespace.payload_of(block.key)
+    record = memoryview(bytearray(record_bytes(size)))
+    decompress(stored, header, record[: HEADER_BYTES + size])
     return record

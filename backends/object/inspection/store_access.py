@@ -24,9 +24,8 @@ from kvtier.backends.object.object_names import (
     parse_server,
     uses_prefix,
 )
-from kvtier.backends.object.settings import ObjectSettings, open_for
+from kvtier.backends.object.settings import ObjectSettings, open_for, parse_url
 from kvtier.backends.object.stores.errors import StoreError, TransientError
-from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.backends.object.stores.store import Store
 from kvtier.errors import MediumError
 from kvtier.inspect import Reporter

@@ -17,25 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.clouds import BucketSettings, Place, find_place, obstore_module
-from kvtier.backends.object.stores.errors import (
-    EndlessListing,
-    ObjectTooLarge,
-    StoreError,
-    TimedOut,
-    TLSRefused,
-    Unavailable,
-    UnknownRequest,
-    WrongEndpoint,
-)
 from kvtier.backends.object.stores.reader import Reader, Unreachable
-from kvtier.backends.object.stores.status_errors import (
-    Response,
-    client_error,
-    replacement,
-    response_error,
-    response_in,
-)
 from kvtier.backends.object.stores.store import (
     OWN_PREFIX,
     Buffer,
@@ -120,13 +104,13 @@ class BucketStore(Store):
         """What the call returns or raises; TimedOut at `end`."""
         left = end - time.monotonic()
         if left <= 0:
-            raise TimedOut(f"no time left for {what}")
+            raise errors.TimedOut(f"no time left for {what}")
         try:
             return self._calls.run(call, left)
         except TimeoutError:
-            raise TimedOut(f"{what} did not end in time") from None
+            raise errors.TimedOut(f"{what} did not end in time") from None
         except RuntimeError as error:
-            raise Unavailable(f"no thread makes the request: {error}") from error
+            raise errors.Unavailable(f"no thread makes the request: {error}") from error
 
     def _clients(self, end: float) -> _Clients:
         """The clients, made anew after a certificate was refused: the authorities may have been
@@ -158,10 +142,10 @@ class BucketStore(Store):
             if once and end - time.monotonic() > self._timeouts.total_s - _SOON_S:
                 return call(clients)
             return self._bounded(functools.partial(call, clients), end, what)
-        except StoreError:
+        except errors.StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - obstore's errors have no base of their own
-            response = response_in(error)
+            response = errors.response_in(error)
             if may_miss and response is not None and response.missing:
                 raise FileNotFoundError(what) from None
             if response is not None:
@@ -170,18 +154,22 @@ class BucketStore(Store):
         except BaseException as error:
             if type(error).__module__ != "pyo3_runtime":
                 raise
-            raise Unavailable(f"obstore itself failed at {what}") from error  # a panic in Rust
+            raise errors.Unavailable(
+                f"obstore itself failed at {what}"
+            ) from error  # a panic in Rust
 
-    def _client_meaning(self, error: Exception, place: Place) -> StoreError:
-        meaning = client_error(error, place)
-        if isinstance(meaning, TLSRefused):
+    def _client_meaning(self, error: Exception, place: Place) -> errors.StoreError:
+        meaning = errors.client_error(error, place)
+        if isinstance(meaning, errors.TLSRefused):
             self._connected = None  # the authorities are read anew
         return meaning
 
-    def _meaning(self, response: Response, place: Place, *, reading: bool) -> StoreError:
+    def _meaning(
+        self, response: errors.Response, place: Place, *, reading: bool
+    ) -> errors.StoreError:
         if response.rotated and place.chain is not None:
             place.chain.renew()
-        return response_error(response, place.where, reading=reading)
+        return errors.response_error(response, place.where, reading=reading)
 
     def put(
         self,
@@ -195,7 +183,7 @@ class BucketStore(Store):
         views = [view.cast("B") for view in buffers if view.nbytes]
         body: Any = views[0] if len(views) == 1 else views or b""
         if if_absent and self._conditional:
-            with contextlib.suppress(UnknownRequest):
+            with contextlib.suppress(errors.UnknownRequest):
                 return self._put(name, body, "create", deadline)
             outcome = self._put(name, body, "overwrite", deadline)
             self._conditional = False  # content-addressed names make overwriting harmless
@@ -207,7 +195,7 @@ class BucketStore(Store):
             try:
                 self._obstore.put(clients.writes, name, body, mode=mode, use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError as error:
-                response = response_in(error)
+                response = errors.response_in(error)
                 code = response.code if response is not None else ""
                 if mode == "create" and not code.endswith("Conflict"):
                     return PutOutcome.ALREADY_THERE
@@ -231,7 +219,7 @@ class BucketStore(Store):
         if clients.reader is not None:
             with contextlib.suppress(Unreachable):
                 found = clients.reader.get(name, into, offset, end)
-                if not isinstance(found, Response):
+                if not isinstance(found, errors.Response):
                     return found
                 if found.missing:
                     return None
@@ -240,9 +228,11 @@ class BucketStore(Store):
         def get(clients: _Clients) -> tuple[int, Any]:
             options = None if offset is None else {"range": (offset, offset + room)}
             found = self._obstore.get(clients.reads, name, options=options)
-            if replaced_by := replacement(found.attributes):
+            if replaced_by := errors.replacement(found.attributes):
                 where = clients.place.where
-                raise WrongEndpoint(f"{where} answers with {replaced_by}: look for a proxy between")
+                raise errors.WrongEndpoint(
+                    f"{where} answers with {replaced_by}: look for a proxy between"
+                )
             start, stop = found.range
             if stop - start > room or (offset is not None and stop - start != room):
                 raise wrong_length(name, found.meta["size"])
@@ -289,24 +279,24 @@ class BucketStore(Store):
                     repeats += 1
                     if repeats > _REPEATS_MAX:
                         problem = "lists the same names again and again: check the endpoint"
-                        raise WrongEndpoint(f"{clients.place.where} {problem}")
+                        raise errors.WrongEndpoint(f"{clients.place.where} {problem}")
                 if at == 0:
                     firsts.add(hash(name))
                 if name.startswith(prefix) and name > after and is_name(name):
                     yield ObjectInfo(name, found["size"], _seconds(found["last_modified"]))
         where = clients.place.where
-        raise EndlessListing(f"{where} lists more than {_PAGES_MAX} pages: {OWN_PREFIX}")
+        raise errors.EndlessListing(f"{where} lists more than {_PAGES_MAX} pages: {OWN_PREFIX}")
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
+    ) -> Mapping[str, errors.StoreError]:
         names = [check_name(name) for name in names]
         end = self._end(deadline)
         if len(names) <= _FEW or self._takes_bulk is False:
             return self._delete_singly(names, end)
         try:
             gone = self._call("a bulk delete", functools.partial(self._delete_bulk, names), end)
-        except (WrongEndpoint, ObjectTooLarge) as error:
+        except (errors.WrongEndpoint, errors.ObjectTooLarge) as error:
             singly = self._delete_singly(names, end)
             if len(singly) < len(names):
                 self._note_refusal(error)
@@ -324,11 +314,11 @@ class BucketStore(Store):
             return False
         return True
 
-    def _delete_singly(self, names: Sequence[str], end: float) -> Mapping[str, StoreError]:
+    def _delete_singly(self, names: Sequence[str], end: float) -> Mapping[str, errors.StoreError]:
         failed = in_parallel(lambda name: self._delete_one(name, end), names)
         return {name: error for name, error in zip(names, failed, strict=True) if error is not None}
 
-    def _delete_one(self, name: str, end: float) -> StoreError | None:
+    def _delete_one(self, name: str, end: float) -> errors.StoreError | None:
         """Why the store would not delete this object. Raises StoreError if the reason is not about
         this object."""
         try:
@@ -340,13 +330,13 @@ class BucketStore(Store):
             )
         except FileNotFoundError:
             return None
-        except StoreError as error:
+        except errors.StoreError as error:
             if error.unwell and " AccessDenied:" not in str(error):  # which may be this one's alone
                 raise
             return error
         return None
 
-    def _note_refusal(self, refusal: StoreError) -> None:
+    def _note_refusal(self, refusal: errors.StoreError) -> None:
         """A store that took bulk deletes before is tried once more: a proxy may have answered in
         its place."""
         with self._lock:

@@ -20,16 +20,8 @@ from urllib.request import getproxies, proxy_bypass
 import msgspec
 
 from kvtier import __version__
+from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.credentials import CredentialChain
-from kvtier.backends.object.stores.errors import (
-    Misconfigured,
-    NoCredentials,
-    NoSuchBucket,
-    ProxyRefused,
-    TLSRefused,
-    WrongEndpoint,
-    WrongRegion,
-)
 from kvtier.errors import ExtraMissing
 
 Cloud = Literal["s3", "gs", "az"]
@@ -76,10 +68,12 @@ class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
 def check_settings(settings: BucketSettings) -> None:
     """Raises Misconfigured on settings that cannot work."""
     if not _BUCKET[settings.cloud].fullmatch(settings.bucket):
-        raise NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
+        raise errors.NoSuchBucket(f"{settings.bucket[:80]!r} is not a bucket name: correct the url")
     path = settings.prefix.strip("/")
     if not {"", ".", ".."}.isdisjoint(path.split("/") if path else ()):
-        raise NoSuchBucket("the prefix has a part that is empty or made of dots: correct the url")
+        raise errors.NoSuchBucket(
+            "the prefix has a part that is empty or made of dots: correct the url"
+        )
     if settings.endpoint is not None:
         parse_endpoint(settings.endpoint)
     if settings.region:
@@ -87,9 +81,9 @@ def check_settings(settings: BucketSettings) -> None:
     for name in ("region", "profile"):
         if settings.cloud != "s3" and getattr(settings, name):
             problem = f"a bucket of {settings.cloud}:// has no {name}: leave it out"
-            raise Misconfigured(problem, setting=name)
+            raise errors.Misconfigured(problem, setting=name)
     if settings.profile and not has_botocore():
-        raise NoCredentials(
+        raise errors.NoCredentials(
             "profiles are read by boto3, which is not installed: pip install 'kvtier[s3]'",
             setting="profile",
         )
@@ -98,7 +92,7 @@ def check_settings(settings: BucketSettings) -> None:
 def check_region(region: str) -> str:
     """`region`, or WrongRegion: it becomes a part of header fields and host names."""
     if not _REGION.fullmatch(region):
-        raise WrongRegion(f"{region[:40]!r} is no region: write one like eu-west-1")
+        raise errors.WrongRegion(f"{region[:40]!r} is no region: write one like eu-west-1")
     return region
 
 
@@ -110,7 +104,7 @@ def parse_endpoint(endpoint: str) -> SplitResult:
     except ValueError:
         usable = False
     if not usable or not endpoint.isascii() or "@" in parts.netloc or parts.query or parts.fragment:
-        raise WrongEndpoint(
+        raise errors.WrongEndpoint(
             "what the stack, AWS_ENDPOINT_URL or the AWS config file names is no endpoint: write "
             "https://host:port, without a user or password in it"
         )
@@ -173,12 +167,12 @@ class Place(msgspec.Struct, frozen=True):
             )
         except OSError as error:
             problem = f"the ca_bundle {self.ca_bundle} cannot be read: {error}"
-            raise TLSRefused(problem) from None
+            raise errors.TLSRefused(problem) from None
         except (ValueError, obstore_module("obstore.exceptions").BaseError) as error:
             text = str(error)  # which may quote a key
             if "certificate" in text.lower() or "pem" in text.lower():
-                raise TLSRefused(f"the ca_bundle {self.ca_bundle} cannot be read") from None
-            raise NoCredentials(
+                raise errors.TLSRefused(f"the ca_bundle {self.ca_bundle} cannot be read") from None
+            raise errors.NoCredentials(
                 f"no client of {self.settings.cloud}:// can be made ({type(error).__name__}): "
                 "check the account and the variables that name it"
             ) from None
@@ -268,8 +262,8 @@ def _proxy_for(endpoint: SplitResult) -> str | None:
     return f"{parts.hostname}:{port}"
 
 
-def _unusable(problem: str) -> ProxyRefused:
-    return ProxyRefused(
+def _unusable(problem: str) -> errors.ProxyRefused:
+    return errors.ProxyRefused(
         f"HTTP_PROXY or HTTPS_PROXY cannot be used, {problem}: write http://host:port, or name the "
         "endpoint's host in NO_PROXY"
     )

@@ -26,16 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.backends.object import writer_ids
-from kvtier.backends.object.stores.errors import (
-    AccessDenied,
-    Conflict,
-    Forbidden,
-    InvalidName,
-    NoSuchBucket,
-    StoreError,
-    check_deadline,
-    map_os_errors,
-)
+from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.store import (
     Buffer,
     ObjectInfo,
@@ -72,11 +63,11 @@ class FileStore(Store):
         self._root = str(self.root)
         self._parent = os.path.dirname(os.path.abspath(root))
         self._disk = disk or Disk()
-        with map_os_errors(self._root):
+        with errors.map_os_errors(self._root):
             self.root.mkdir(mode=0o700, exist_ok=True)
             # Each write checks the right to write.
             if not os.access(self.root, os.R_OK | os.X_OK):
-                raise AccessDenied(f"no right to read the folder {self.root}")
+                raise errors.AccessDenied(f"no right to read the folder {self.root}")
             self._mounted = os.stat(self._root).st_dev != os.stat(self._parent).st_dev
 
     def __repr__(self) -> str:
@@ -91,13 +82,13 @@ class FileStore(Store):
         deadline: float | None = None,
     ) -> PutOutcome:
         folder, _, file = check_name(name).rpartition("/")
-        check_deadline(deadline, name)
-        with map_os_errors(self._path(name)):
+        errors.check_deadline(deadline, name)
+        with errors.map_os_errors(self._path(name)):
             for _ in range(_ATTEMPTS):  # `delete` may remove an empty folder at any time
                 with contextlib.suppress(FileNotFoundError), self._opened(folder, make=True) as fd:
                     return self._put(fd, folder, file, buffers, if_absent)
         self._device()
-        raise Conflict(f"{folder} keeps vanishing: others delete there at this moment")
+        raise errors.Conflict(f"{folder} keeps vanishing: others delete there at this moment")
 
     def _put(
         self, folder_fd: int, folder: str, file: str, buffers: Sequence[Buffer], if_absent: bool
@@ -147,8 +138,8 @@ class FileStore(Store):
         deadline: float | None = None,
     ) -> int | None:
         folder, _, file = check_name(name).rpartition("/")
-        check_deadline(deadline, name)
-        with map_os_errors(self._path(name)):
+        errors.check_deadline(deadline, name)
+        with errors.map_os_errors(self._path(name)):
             try:
                 with self._opened(folder) as folder_fd:
                     found = _status(folder_fd, file)
@@ -157,7 +148,7 @@ class FileStore(Store):
                         return None
                     fd = self._disk.open_to_read(_within(folder_fd, file))
             except PermissionError as error:
-                raise Forbidden(f"{name}: give this user the right to read it") from error
+                raise errors.Forbidden(f"{name}: give this user the right to read it") from error
             except _ABSENT:
                 self._device()
                 return None
@@ -176,9 +167,9 @@ class FileStore(Store):
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         folder, _, file = check_name(name).rpartition("/")
-        check_deadline(deadline, name)
+        errors.check_deadline(deadline, name)
         with (
-            map_os_errors(self._path(name)),
+            errors.map_os_errors(self._path(name)),
             contextlib.suppress(*_ABSENT),
             self._opened(folder) as fd,
         ):
@@ -197,7 +188,9 @@ class FileStore(Store):
             start = folder + "/" if folder else ""
             yield from self._walk(fd, start, prefix, after, deadline)
         if self._device() != device:
-            raise NoSuchBucket(f"{self.root} was another folder a moment ago: is it mounted?")
+            raise errors.NoSuchBucket(
+                f"{self.root} was another folder a moment ago: is it mounted?"
+            )
 
     def _walk(
         self, fd: int, folder: str, prefix: str, after: str, deadline: float | None
@@ -206,13 +199,13 @@ class FileStore(Store):
 
         A folder is sorted by its name and a slash, which gives the order of the full names.
         """
-        check_deadline(deadline, folder)
+        errors.check_deadline(deadline, folder)
         for name, status in self._scan(fd, folder):
             if status is None:
                 relevant = name.startswith(prefix) and _may_hold_names(name)
                 if not relevant or not (name > after or after.startswith(name)):
                     continue
-                with map_os_errors(self._path(name)):
+                with errors.map_os_errors(self._path(name)):
                     try:
                         inner = _open_folder(fd, name[len(folder) : -1])
                     except _ABSENT:
@@ -231,7 +224,7 @@ class FileStore(Store):
         seen. So the folder is scanned again until nothing vanishes, a limited number of times.
         """
         found: list[_Entry | None] = []
-        with map_os_errors(self._path(folder)):
+        with errors.map_os_errors(self._path(folder)):
             for _ in range(_SCANS_MAX):
                 found = list(_entries(fd, folder))
                 if None not in found:
@@ -245,25 +238,25 @@ class FileStore(Store):
     def _device(self) -> int:
         """The device of the folder; raises NoSuchBucket if a mounted folder is not mounted any
         more. Its objects are not gone then, and the folder below it is not ours to fill."""
-        with map_os_errors(self._root):
+        with errors.map_os_errors(self._root):
             found = os.stat(os.path.join(self._root, "")).st_dev
             if self._mounted and found == os.stat(self._parent).st_dev:
-                raise NoSuchBucket(f"{self.root} is not mounted any more: mount it again")
+                raise errors.NoSuchBucket(f"{self.root} is not mounted any more: mount it again")
         return found
 
     def delete(
         self, names: Sequence[str], *, deadline: float | None = None
-    ) -> Mapping[str, StoreError]:
-        failed: dict[str, StoreError] = {}
+    ) -> Mapping[str, errors.StoreError]:
+        failed: dict[str, errors.StoreError] = {}
         for name in names:
             folder, _, file = check_name(name).rpartition("/")
             try:
-                check_deadline(deadline, name)
-                with map_os_errors(self._path(name)), contextlib.suppress(*_ABSENT):
+                errors.check_deadline(deadline, name)
+                with errors.map_os_errors(self._path(name)), contextlib.suppress(*_ABSENT):
                     with self._opened(folder) as fd:
                         self._disk.unlink(_within(fd, file))
                     self._prune(folder)
-            except StoreError as error:
+            except errors.StoreError as error:
                 failed[name] = error
         self._device()
         return failed
@@ -281,7 +274,7 @@ class FileStore(Store):
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
         """Remove temporary files of dead writers; those of this machine at once."""
-        with map_os_errors(self._root), self._opened("") as root:
+        with errors.map_os_errors(self._root), self._opened("") as root:
             for folder, folders, files, fd in os.fwalk(".", dir_fd=root):
                 below = folder[2:]
                 folders[:] = [
@@ -317,7 +310,7 @@ class FileStore(Store):
                 except NotADirectoryError as error:
                     if not make:
                         raise
-                    raise InvalidName(
+                    raise errors.InvalidName(
                         f"{folder}: the place of {part} is taken by something else: remove it"
                     ) from error
                 os.close(fd)

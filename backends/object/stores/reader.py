@@ -17,8 +17,13 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvtier.backends.object.stores.clouds import Place
-from kvtier.backends.object.stores.errors import TimedOut, Unavailable, WrongEndpoint
-from kvtier.backends.object.stores.status_errors import Response, replacement
+from kvtier.backends.object.stores.errors import (
+    Response,
+    TimedOut,
+    Unavailable,
+    WrongEndpoint,
+    replacement,
+)
 from kvtier.backends.object.stores.store import Buffer, first_bytes, wrong_length
 
 _HEAD_BYTES_MAX = _ERROR_BYTES_MAX = 64 << 10

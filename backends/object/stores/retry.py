@@ -13,20 +13,13 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtier.backends.object.stores.errors import (
-    CircuitOpen,
-    Forbidden,
-    ObjectTooLarge,
-    RateLimited,
-    StoreError,
-    StoreFull,
-)
+from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.store import LISTED_MAX, ObjectInfo, Store, bounded
 from kvtier.backends.object.stores.wrapper import WrappedStore
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_REFUSALS = (StoreFull, ObjectTooLarge)
+_REFUSALS = (errors.StoreFull, errors.ObjectTooLarge)
 """The store is well and takes no blocks: somebody must change something."""
 _LOG_AGAIN_S = 3600.0
 
@@ -92,7 +85,7 @@ class RetryingStore(WrappedStore):
         self._open_s = policy.open_s
         self._retry_at = 0.0
         self._cause = ""
-        self._log_again_at: dict[type[StoreError], float] = {}
+        self._log_again_at: dict[type[errors.StoreError], float] = {}
         self._circuit = Circuit.CLOSED
 
     @property
@@ -124,7 +117,7 @@ class RetryingStore(WrappedStore):
                         failures = 0
                         yield info
                 return
-            except StoreError as error:
+            except errors.StoreError as error:
                 failures += 1
                 if not in_order:
                     raise
@@ -141,16 +134,16 @@ class RetryingStore(WrappedStore):
             try:
                 with self._guarded():
                     return call(end)
-            except StoreError as error:
+            except errors.StoreError as error:
                 failures += 1
                 self._wait_or_raise(error, failures, end)
 
-    def _wait_or_raise(self, error: StoreError, failures: int, end: float) -> None:
+    def _wait_or_raise(self, error: errors.StoreError, failures: int, end: float) -> None:
         if not error.retryable or failures >= self._policy.attempts:
             raise error
         longest = min(self._policy.cap_s, self._policy.base_s * 2**failures)
         wait_s = self._rng.uniform(0.0, longest)
-        if isinstance(error, RateLimited):
+        if isinstance(error, errors.RateLimited):
             with self._lock:
                 self._paused_until = max(self._paused_until, self._clock() + wait_s)
         if self._clock() + wait_s >= end:
@@ -162,7 +155,7 @@ class RetryingStore(WrappedStore):
         if wait_s <= 0:
             return
         if self._clock() + wait_s >= end:
-            raise RateLimited("the store asked for fewer requests a moment ago")
+            raise errors.RateLimited("the store asked for fewer requests a moment ago")
         # with jitter, so that not all callers go on at the same moment
         self._sleep(wait_s + self._rng.uniform(0.0, self._policy.base_s))
 
@@ -171,10 +164,10 @@ class RetryingStore(WrappedStore):
         trial = self._admit()
         try:
             yield
-        except Forbidden:
+        except errors.Forbidden:
             self._end_trial(trial)
             raise
-        except StoreError as error:
+        except errors.StoreError as error:
             if error.unwell:
                 self._failed(error, trial)
             else:
@@ -196,9 +189,9 @@ class RetryingStore(WrappedStore):
             if self._circuit is Circuit.OPEN and self._clock() >= self._retry_at:
                 self._circuit = Circuit.HALF_OPEN
                 return True
-        raise CircuitOpen(f"left alone for a while, because: {self._cause}")
+        raise errors.CircuitOpen(f"left alone for a while, because: {self._cause}")
 
-    def _failed(self, error: StoreError, trial: bool) -> None:
+    def _failed(self, error: errors.StoreError, trial: bool) -> None:
         with self._lock:
             self._failures += 1
             self._cause = str(error)
@@ -223,7 +216,7 @@ class RetryingStore(WrappedStore):
         if recovered:
             _log.info("object store recovered")
 
-    def _log_refusal(self, error: StoreError) -> None:
+    def _log_refusal(self, error: errors.StoreError) -> None:
         now, kind = self._clock(), type(error)
         with self._lock:
             if now < self._log_again_at.get(kind, now):

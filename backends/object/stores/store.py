@@ -174,8 +174,8 @@ def in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> lis
     """The results in order, several items at once. If `work` raises, so does this, and no further
     item is begun. Raises Unavailable if no thread can be started: there are too many, or the
     interpreter ends."""
-    if not items:
-        return []
+    if len(items) <= 1:
+        return [work(item) for item in items]
     with ThreadPoolExecutor(min(_PARALLEL, len(items)), "kvtier-requests") as threads:
         try:
             results = threads.map(work, items)

@@ -28,7 +28,7 @@ from kvtier.device.copier import (
     StreamEvent,
 )
 from kvtier.device.direct import DirectLoader, DirectPath
-from kvtier.device.layout import describe
+from kvtier.device.layout import Ints, describe
 from kvtier.device.pacing import EngineSteps, StorePace
 from kvtier.device.pinned import PinnedMemory
 from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
@@ -148,7 +148,7 @@ class StagedPath:
         found = self._records.find(batch.slots, batch.keys, group)
         right, rows, moved = found.fit.copy(), np.flatnonzero(found.fit), True
         if len(rows):
-            parts = self._records.part_addresses(found.parts.slots[rows].tolist(), group)
+            parts = found.parts.only(rows).addresses
             # The kernels wait on the device until the bytes are there: one time less that this
             # thread has to wake up. What they could hold up (`JobQueue.reach`) are other loads
             # alone: these streams are of another urgency than the engine's.
@@ -219,26 +219,28 @@ class PagedPath:
         found = self._records.find(batch.slots, batch.keys, batch.group)
         right = found.verified()
         copied = up_to_wrong(right, batch.work.failed)
-        moved = self._copy(batch, copied, self._stream.to_device)
+        moved = self._copy(batch, copied, found.parts.addresses, self._stream.to_device)
         self._job_queue.finish(batch, found.outcomes(right, copied, moved))
 
     def store(self, batch: CopyBatch) -> None:
         """Pages to slots."""
         outcomes, rows = reserved(self._records, batch)
         chosen = np.isin(np.arange(len(outcomes)), rows)
-        moved = self._copy(batch, chosen, self._stream.to_host)
+        parts = self._records.part_addresses(batch.slots, batch.group)
+        moved = self._copy(batch, chosen, parts, self._stream.to_host)
         self._job_queue.released(batch)
         sums = [None] * len(rows) if moved else None
         self._job_queue.finish(batch, sealed(self._records, batch, outcomes, sums))
 
-    def _copy(self, batch: CopyBatch, chosen: Flags, copy: Callable[..., object]) -> bool:
-        """Copy these of a batch's rows; whether all of it was done."""
+    def _copy(
+        self, batch: CopyBatch, chosen: Flags, parts: Ints, copy: Callable[..., object]
+    ) -> bool:
+        """Copy these of a batch's rows, whose parts are here; whether all of it was done."""
         if not chosen.any():
             return True
         ids = batch.ids
         ids[~chosen] = -1
-        addresses = self._records.addresses(batch.slots)
-        copies = describe(self._records.layout, batch.group, ids, addresses)
+        copies = describe(self._records.layout, batch.group, ids, parts)
         return QueuedSteps(
             batch.work.what,
             self._stream,

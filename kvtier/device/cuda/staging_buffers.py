@@ -15,8 +15,7 @@ import numpy as np
 from kvtier.device.copier import Stage, StreamEvent
 from kvtier.device.cuda import kernels
 from kvtier.device.cuda.runtime import QuickLaunch, end_of
-from kvtier.device.layout import DeviceLayout, DeviceTensor, Ints, PageRef
-from kvtier.device.records import Bytes
+from kvtier.device.layout import Bytes, DeviceLayout, DeviceTensor, Ints, PageRef
 from kvtier.record.record import PIECE_BYTES, part_sum, pieces_of, sum_of
 
 BUDGET_BYTES = 384 << 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
@@ -19,6 +19,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from kvtier.chain.hits import Shape
+from kvtier.device.layout import HeadShape
 
 
 def layer_specs(kv_cache_config: Any) -> Iterator[Any]:
@@ -86,6 +87,85 @@ def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...]
 def ranks_alike(config: Any) -> bool:
     """Whether all ranks hold the same KV cache: the latent one of MLA, under tensor parallelism."""
     return bool(config.replicated_layout and not config.canonical_layout)
+
+
+def bound_to_degree(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why ranks of another tensor-parallel size cannot load these blocks; None if they can.
+
+    Every rank must hold its share of the heads of every layer, and nothing else, or all ranks the
+    same latent cache. Scales that each rank computes from its own heads are another's, too.
+    """
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    degree = parallel.tensor_parallel_size
+    if parallel.world_size != degree or parallel.decode_context_parallel_size > 1:
+        return "its ranks divide layers or contexts, too"
+    specs = list(layer_specs(kv_cache_config))
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds == {_LATENT}:
+        if degree == 1 or ranks_alike(build_offloading_config(vllm_config, kv_cache_config)):
+            return None
+        return "its ranks are on several machines"
+    if others := kinds - _BY_HEADS:
+        return f"a cache of {', '.join(sorted(others))} is not divided by heads"
+    heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", None)
+    if any(spec.num_kv_heads * degree != heads for spec in specs):
+        return f"{degree} ranks do not divide {heads} KV heads among them, of every layer alike"
+    if getattr(cache, "calculate_kv_scales", False) or any(map(_is_packed, specs)):
+        return f"blocks of {cache.cache_dtype} have scales of their own"
+    if (layout := getattr(cache, "kv_cache_layout", None)) not in _HEADS_TOGETHER:
+        return f"the layout {layout} mixes heads with blocks or layers"
+    return None
+
+
+_LATENT = "MLAAttentionSpec"
+_BY_HEADS = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
+_PLAIN = ("NONE", "FP8_PER_TENSOR")
+_HEADS_TOGETHER = ("LBHNC", "LBNHC")
+"""Layers, then blocks; within these, heads that have all their tokens together, or tokens that have
+all their heads."""
+
+
+def _is_packed(spec: Any) -> bool:
+    """Whether blocks are anything but plain numbers, a place for each of a token's."""
+    plain = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    return mode not in _PLAIN or any(
+        getattr(spec, name, usual) != usual for name, usual in plain.items()
+    )
+
+
+def head_shapes(
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[int], caches: Mapping[str, Any]
+) -> list[list[HeadShape]]:
+    """How the heads of each layer of these cache groups lie in its pages, as its tensor shows."""
+    layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    blocks = kv_cache_config.num_blocks
+    found = []
+    for group in (kv_cache_config.kv_cache_groups[at] for at in groups):
+        spec = group.kv_cache_spec
+        specs = getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec))
+        found.append(
+            [_head_shape(specs[name], caches[name], layout, blocks) for name in group.layer_names]
+        )
+    return found
+
+
+def _head_shape(spec: Any, cache: Any, layout: str | None, blocks: int) -> HeadShape:
+    """A latent cache is one head, which nobody divides."""
+    if type(spec).__name__ == _LATENT:
+        return HeadShape(1, _unpadded(spec))
+    if layout not in _HEADS_TOGETHER or getattr(cache, "ndim", 0) != 4:
+        return HeadShape()
+    by_tokens = layout == "LBNHC"
+    page = cache[0].transpose(0, 1) if by_tokens else cache[0]
+    heads, size = cache.shape[1], cache.element_size()
+    # A block of vLLM's may be several of the attention backend's, one behind the other: each of
+    # them has all heads, and only that of a few tokens can be told from the outside.
+    of_backend = cache.shape[0] // blocks
+    whole = of_backend * page.numel() * size == _unpadded(spec) and (by_tokens or of_backend == 1)
+    if not whole or heads != spec.num_kv_heads or not page.is_contiguous():
+        return HeadShape()
+    return HeadShape(heads, (page[0, 0] if by_tokens else page[0]).numel() * size)
 
 
 def page_bytes(kv_cache_config: Any, group: Any) -> int:

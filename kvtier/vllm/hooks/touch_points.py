@@ -194,6 +194,13 @@ _CONFIGURATION = (
         why="how large chunks are, and which ranks write them, before workers have their tensors",
     ),
     TouchPoint(
+        "vllm.v1.kv_cache_interface:AttentionSpec",
+        "num_kv_heads kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
+        used_by="cache_groups.py",
+        why="ranks of another number load blocks only where heads are divided among them, by where "
+        "each head's bytes lie in a page",
+    ),
+    TouchPoint(
         "vllm.distributed.utils",
         "get_pp_indices(num_hidden_layers,pp_rank,pp_size)",
         used_by="cache_groups.py",

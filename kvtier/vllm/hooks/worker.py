@@ -22,9 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from kvtier.vllm import guard
+from kvtier import guard
 from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Report, WorkerJob
+from kvtier.vllm.settings import crosses_degrees
 from kvtier.vllm.worker import RankWorker, blocks_of
 
 
@@ -79,6 +80,11 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         """Of those that `get_finished` has told of last."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if crosses_degrees(self.spec.extra_config):
+            groups = [group.group_id for group in self.spec.config.groups]
+            self.spec.heads = cache_groups.head_shapes(
+                self.vllm_config, self.kv_cache_config, groups, kv_caches
+            )
         super().register_kv_caches(kv_caches)
         self._rank = guard.never_raising(self.worker)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.record.record import VERSION as RECORD_VERSION
-from kvtier.vllm.identity.weight_fingerprints import (
+from kvtier.types import ANY_DEGREE
+from kvtier.weight_fingerprints import (
     fingerprint_folder,
     fingerprint_weights,
     folder_of,
@@ -86,10 +87,12 @@ def facts_of(
     blocks_per_chunk: int,
     weights: str | None = None,
     group_tokens: Sequence[int] = (),
+    *,
+    any_degree: bool = False,
 ) -> dict[str, str]:
     """The facts of an engine's namespace, from its configuration and its weights; `weights` is what
-    its user calls them, in place of a fingerprint, and `group_tokens` say how many tokens are in a
-    block of each cache group."""
+    its user calls them, in place of a fingerprint, `group_tokens` say how many tokens are in a
+    block of each cache group, and of `any_degree` engines of all tensor-parallel sizes share it."""
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -127,7 +130,7 @@ def facts_of(
         "record": str(RECORD_VERSION),
         "hash": str(cache.prefix_caching_hash_algo) + _chosen(cache, _HASHED),
         "hash_seed": os.environ.get("PYTHONHASHSEED", "default"),
-        "tensor_parallel": str(parallel.tensor_parallel_size),
+        "tensor_parallel": ANY_DEGREE if any_degree else str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
         "context_parallel": _stated(
             parallel,

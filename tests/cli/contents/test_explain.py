@@ -23,9 +23,9 @@ from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, Namespace, block_key
 from kvtier.vllm.identity import prompts as prompts_module
 from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens, read_prompts
-from kvtier.vllm.identity.weight_fingerprints import fingerprint_adapter
 from kvtier.vllm.miss_socket import MissSocket
 from kvtier.vllm.misses import Miss
+from kvtier.weight_fingerprints import fingerprint_adapter
 
 FACTS = {
     "model": "./model",

@@ -16,7 +16,7 @@ from support.processes.cli_world import command
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.backends.object.inspection import proofs
+from kvtier.backends.object import handler
 from kvtier.backends.object.inspection.store_access import left_behind, new_probe, remove_left
 from kvtier.backends.object.object_names import SERVERS, description_name, uses_prefix
 from kvtier.backends.object.settings import open_for
@@ -238,7 +238,7 @@ def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
         header.payload_bytes *= 2
         header.write(record)
         store.put(block.where, [record])
-    monkeypatch.setattr(proofs, "decode", lambda *_: pytest.fail("it was unpacked"))
+    monkeypatch.setattr(handler, "decode", lambda *_: pytest.fail("it was unpacked"))
     verdict = place.prover(place.contents.namespaces).prove(block)
     assert (verdict.proof, "does not fit" in verdict.why) == (Proof.BAD, True)
 

@@ -19,6 +19,14 @@ class Scored(host.Host):
         scores = found.prompt_logprobs
         return [scores[at][token].logprob for at, token in enumerate(prompt) if at]
 
+    def weigh(self, prompt: list[int], tokens: int = 16) -> dict[str, Any]:
+        """A greedy continuation, and by how much the best token beat the next one at each place."""
+        parameters = self._greedy(tokens)
+        parameters.logprobs = 2
+        (found,) = self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+        best = [sorted(each.logprob for each in at.values()) for at in found.outputs[0].logprobs]
+        return {**host._shown(found), "margins": [each[-1] - each[-2] for each in best]}
+
     def continue_embeddings(self, seed: int, length: int) -> dict[str, Any]:
         """A greedy continuation of vectors that stand for no tokens."""
         import torch

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from support.object.manual_keepers import (
     RECORD,
+    Clock,
+    LastWins,
     LockedStore,
     blocks_in,
     created,
@@ -80,6 +82,26 @@ def crowded(store: FileStore, capacity: int, **more: Any) -> tuple[Keeper, Objec
 def make_room(keeper: Keeper, tier: ObjectTier) -> None:
     tier.prepare_store(make_keys(8, start=1000))
     look(keeper, tier)
+
+
+def test_opening_waits_for_no_election(tmp_path: Path) -> None:
+    """In a store without conditional puts. What is there is served at once."""
+    store, clock = LastWins(tmp_path / "store"), Clock()
+    keys = filled(store, 3)
+    limits = Limits(8 * RECORD, refresh_s=600.0, audit_s=600.0)
+    keeper = Keeper(store, NAMESPACE, limits, steady=clock)
+    tier = ObjectTier(keeper, create_policy())
+    keeper.open(tier.offered)
+    tier.start()
+    assert hits(tier, keys) == keys
+    assert keeper.caretaker is None
+    assert not tier.prepare_store(make_keys(1, start=9)).keys
+    clock.at = keeper._lease.decided_at
+    keeper.run_once()
+    assert caretaker_of(keeper).report.measured
+    tier.tick()
+    assert len(tier.prepare_store(make_keys(8, start=9), evict=False).keys) == 5
+    keeper.close()
 
 
 # -- evicting ----------------------------------------------------------------------------------

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.object.manual_keepers import Clock, LastWins
 
 from kvtier.backends.object import lease as lease_module
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.lease import Lease, LeaseLost, Presence, Report, Servers
 from kvtier.backends.object.object_names import ServerName, term_name
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import Buffer, PutOutcome
 
 LEASE_S = 30.0
-
-
-class Clock:
-    def __init__(self, at: float = 0.0) -> None:
-        self.at = at
-
-    def __call__(self) -> float:
-        return self.at
-
-
-class LastWins(FileStore):
-    """A store that does not refuse what is there."""
-
-    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
-        return super().put(name, buffers, **(more | {"if_absent": False}))
 
 
 @pytest.fixture
@@ -45,8 +29,8 @@ def elsewhere() -> str:
     return f"{int(own[:8], 16) ^ 1:08x}{own[8:]}"
 
 
-def candidate(store: FileStore, clock: Clock, **more: Any) -> Lease:
-    return Lease(store, elsewhere(), LEASE_S, clock, **({"sleep": lambda _: None} | more))
+def candidate(store: FileStore, clock: Clock) -> Lease:
+    return Lease(store, elsewhere(), LEASE_S, clock)
 
 
 def test_one_of_many_and_then_another(store: FileStore) -> None:
@@ -115,34 +99,50 @@ def test_a_lease_whose_object_is_not_as_it_was_written(
 
 
 def test_without_conditional_puts_the_last_writer_wins(tmp_path: Path) -> None:
-    store = LastWins(tmp_path / "store")
-    later = candidate(store, Clock())
-    later.look()
-    won: list[bool] = []
-
-    def meanwhile(seconds: float) -> None:
-        assert seconds >= lease_module._SETTLE_S
-        won.append(later.acquire())
-
-    first = candidate(store, Clock(), sleep=meanwhile)
+    """Nobody waits for it: whoever stands for election looks again when it is decided."""
+    store, clock = LastWins(tmp_path / "store"), Clock()
+    first, later = candidate(store, clock), candidate(store, clock)
     first.look()
+    later.look()
     assert not first.acquire()
-    assert won == [True]
+    assert not later.acquire()
+    assert first.decided_at >= clock.at + lease_module._SETTLE_S
+    assert first.look() is None
+    assert not first.acquire(), "it is not decided yet"
+    clock.at = later.decided_at
+    assert first.look() is None
+    assert not first.acquire()
+    assert first.look() is not None, "another is the caretaker"
+    assert later.look() is None
+    assert later.acquire()
     assert later.confirm() > 0
 
 
-def test_without_conditional_puts_a_lease_begins_after_the_wait(tmp_path: Path) -> None:
+def test_without_conditional_puts_a_lease_begins_when_it_is_decided(tmp_path: Path) -> None:
     """Else a short one would be over before it begins."""
     clock = Clock()
-
-    def wait(seconds: float) -> None:
-        clock.at += 2 * LEASE_S
-
-    lease = candidate(LastWins(tmp_path / "store"), clock, sleep=wait)
+    lease = candidate(LastWins(tmp_path / "store"), clock)
     lease.look()
+    assert not lease.acquire()
+    clock.at += 2 * LEASE_S
     assert lease.acquire()
     assert lease.confirm() > 0
     lease.publish(Report(measured=True))
+
+
+def test_a_candidate_that_closes_or_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
+    store, clock = LastWins(tmp_path / "store"), Clock()
+    first, second = candidate(store, clock), candidate(store, clock)
+    first.look()
+    assert not first.acquire()
+    first.close()
+    assert second.look() is None
+    assert not second.acquire()
+    clock.at = second.decided_at
+    assert second.acquire()
+    assert second.term == 2
+    assert first.look() is not None
+    assert first.decided_at == math.inf
 
 
 def test_who_closes_makes_room_at_once_and_who_died_here_too(store: FileStore) -> None:

@@ -13,6 +13,7 @@ import pytest
 from support.object.manual_keepers import LockedStore
 from support.object.object_subjects import FOLDER
 
+from kvtier.backends.object import namespaces
 from kvtier.backends.object.inspection import garbage as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifests import REMOVED
@@ -122,12 +123,12 @@ def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None
     assert gc.survey(store, 1 << 40, None, now).empty_namespaces == {}, (
         "somebody may be about to come back"
     )
-    assert not gc.remove_empty_namespace(store, NAMESPACE.id, now)
+    assert not namespaces.remove(store, NAMESPACE.id, gc.store_time(now))
     later = now + 2 * 3600.0 + 1.0
     found = gc.survey(store, 1 << 40, None, later)
     assert list(found.empty_namespaces) == [NAMESPACE.id]
     assert found.empty_namespaces[NAMESPACE.id] > 0
-    assert gc.remove_empty_namespace(store, NAMESPACE.id, later)
+    assert namespaces.remove(store, NAMESPACE.id, gc.store_time(later))
     assert [info.name for info in store.list() if "caretaker/" not in info.name] == []
     assert gc.survey(store, 1 << 40, None, later).empty_namespaces == {}
     rig.reopen()

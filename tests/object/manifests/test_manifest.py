@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.object import manifests as manifest
-from kvtier.backends.object import manifests as merge_module
 from kvtier.backends.object.manifests import ADDED, REMOVED, Entries, merge
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.slab.layout import keys_of
@@ -69,21 +68,6 @@ def test_of_each_object_the_latest_entry_counts(
     assert {(key, gen): (at, kind) for kind, key, gen, _, at in merged} == latest
     assert [row[4] for row in merged] == sorted(row[4] for row in merged)
     assert len(merged) == len(latest)
-
-
-def test_what_is_told_anew_is_dropped_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_module, "_ROWS_AT_ONCE", 3)
-    keys = make_keys(11)
-    first = manifest.pack_entries(ADDED, keys, [0] * 11, [0] * 11, range(11))
-    second = manifest.pack_entries(REMOVED, keys[:8:2], [0] * 4, [0] * 4, range(8, 12))
-    pieces = [second, first[:6], first[6:]]
-    merged = rows_of(merge(pieces))
-    assert not pieces, "they are let go of"
-    assert {(row[1], row[0]) for row in merged} == {
-        *((key, ADDED) for key in (*keys[1:8:2], *keys[8:])),
-        *((key, REMOVED) for key in keys[:8:2]),
-    }
-    assert [row[4] for row in merged] == [1, 3, 5, 7, 8, 8, 9, 9, 10, 10, 11]
 
 
 @pytest.mark.parametrize("order", [(ADDED, REMOVED), (REMOVED, ADDED)])

@@ -19,10 +19,10 @@ from support.object.object_servers import (
     serve_body,
 )
 
+from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import clouds, errors
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings, find_place
-from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import PutOutcome
 from kvtier.errors import ExtraMissing
 

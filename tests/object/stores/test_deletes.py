@@ -18,11 +18,11 @@ from support.object.object_servers import (
     pass_on,
 )
 
+from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import bucket_store, errors
 from kvtier.backends.object.stores import store as store_module
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
-from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import Store
 

@@ -21,11 +21,11 @@ from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import ServerName, block_name
+from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import bucket_store, retry, store
 from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.errors import EndlessListing, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier

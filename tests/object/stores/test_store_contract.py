@@ -10,10 +10,10 @@ import pytest
 from support.object.object_servers import ServerProcess
 from support.object.store_contract import StoreContract
 
+from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import Store
 
 _numbers = itertools.count()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.object.manual_keepers import RECORD, blocks_in, created, look
 
+from kvtier.backends.object.handler import ObjectSpec
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifests import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
-from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence

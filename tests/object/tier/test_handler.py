@@ -10,9 +10,8 @@ import pytest
 from support.object.manual_keepers import LockedStore
 
 from kvtier.backends.object import handler as handler_module
-from kvtier.backends.object.handler import ObjectHandler
+from kvtier.backends.object.handler import ObjectHandler, ObjectSpec
 from kvtier.backends.object.object_names import block_name
-from kvtier.backends.object.spec import ObjectSpec
 from kvtier.backends.object.stores.errors import StoreError, StoreFull, TimedOut, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome

@@ -37,6 +37,7 @@ def blocks(count: int, start: int = 0) -> dict[BlockKey, bytes]:
 def fill_here_and_read_there(here: dict[str, Any], there: dict[str, Any]) -> None:
     wanted = blocks(24)
     with Stack.open(here, NAMESPACE) as stack:
+        stack.chain.tiers[-1].refresh()  # until a caretaker is elected, who gives it room
         for start in range(0, 24, 4):
             assert len(stack.store(blocks(4, start))) == 4
             assert stack.settle()
@@ -143,6 +144,7 @@ def test_a_bucket_that_comes_back_is_asked_again_at_once(
     more = {"endpoint": own_rclone.endpoint, "refresh": "100ms", "store_deadline": "1s"}
     config = stack_of(tmp_path, "s3://bucket/p", mode="threads", nvme=False, **more)
     with Stack.open(config, NAMESPACE) as stack:
+        stack.chain.tiers[-1].refresh()  # until a caretaker is elected, who gives it room
         own_rclone.kill()
         start = 0
         while not stack.chain.chain_stats().down[-1]:

@@ -24,10 +24,10 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import ReadOnlyKeeper
 from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name, description_name
+from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.open_store import open_store
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.use_counts import Uses, used_blocks
@@ -169,6 +169,8 @@ def test_a_listing_finds_what_closed_manifests_tell_of(store: Store, guard: Guar
     name = tell(store, keys)
     guard.close(name)
     keeper, tier = opened(store)
+    keeper.refresh()  # which waits for the election of a caretaker
+    tier.tick()
     assert tier.lookup(keys) == [Presence.HIT] * 3
     keeper.refresh()
     tier.tick()

@@ -13,7 +13,7 @@ from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import ObjectInfo, Store
+from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.eviction import create_policy
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -51,6 +51,21 @@ class LockedStore(FileStore):
     def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         super().delete([name for name in names if not self.locked(name)], **more)
         return {name: AccessDenied("locked") for name in names if self.locked(name)}
+
+
+class Clock:
+    def __init__(self, at: float = 0.0) -> None:
+        self.at = at
+
+    def __call__(self) -> float:
+        return self.at
+
+
+class LastWins(FileStore):
+    """A store that does not refuse what is there."""
+
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        return super().put(name, buffers, **(more | {"if_absent": False}))
 
 
 def created(store: Store, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:

@@ -158,7 +158,6 @@ class Fleet:
             limits,
             clock=clock,
             steady=self.store.clock,
-            sleep=lambda _: None,
         )
         tier = ObjectTier(keeper, create_policy(), clock)
         keeper.open(tier.offered)

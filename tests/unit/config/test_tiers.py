@@ -245,3 +245,6 @@ def test_they_hold_for_a_device_a_model_and_places(tmp_path: Path) -> None:
         rate_owner(a_stack(tmp_path / "elsewhere"), facts),
     ]
     assert len({owner, *others}) == 5
+    across = facts | {"tensor_parallel": "any"}
+    assert rate_owner(a_stack(tmp_path), across) == owner
+    assert rate_owner(a_stack(tmp_path), across, ranks=2) == others[1]

@@ -27,6 +27,7 @@ from kvtier.record.record import (
     record_bytes,
     seal,
     verify,
+    verify_header,
 )
 from kvtier.types import (
     GROUP_BYTES,
@@ -177,6 +178,29 @@ def test_the_longest_key_and_as_many_parts_as_there_may_be() -> None:
     record = written(key, PARTS_MAX)
     assert Header.read(record).key == key
     assert verify(record, key, NAMESPACE).ok
+
+
+@pytest.mark.parametrize(
+    ("parts", "good"), [(1, True), (2, True), (16, True), (3, False), (0, False)]
+)
+def test_where_the_namespace_has_no_number_of_parts_the_header_says_it(
+    parts: int, good: bool
+) -> None:
+    record = memoryview(bytearray(HEADER_BYTES + 4096))
+    Header(KEY, NAMESPACE, 4096, parts).write(record)
+    assert verify_header(record, KEY, NAMESPACE, 4096, None).ok is good
+    assert not verify_header(record, KEY, NAMESPACE, 2048, None).ok
+    assert not verify_header(record, block_key(b"another"), NAMESPACE, 4096, None).ok
+    record[12] ^= 1
+    assert not verify_header(record, KEY, NAMESPACE, 4096, None).ok
+
+
+def test_a_namespace_without_a_number_of_parts_is_one_of_its_own() -> None:
+    of_two = Namespace(facts={"model": "m"}, group_bytes=(4096,), parts=2)
+    of_any = Namespace(facts={"model": "m"}, group_bytes=(4096,), parts=None)
+    assert Namespace.from_json(of_any.to_json()) == of_any
+    assert of_any.digest != of_two.digest
+    assert [str(each) for each in of_any.differences(of_two)] == ["parts: any here, 2 there"]
 
 
 def test_compressed_bytes_are_never_taken_for_the_payload() -> None:
