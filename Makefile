@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm033 test-doors vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -122,12 +122,34 @@ test-vllm033: $(VLLM_STAMP) $(STAMP)
 	@$(VLLM_BIN)/pip install --quiet orjson  # new among its requirements
 	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest $(ENGINES)
 
-# Beside real neighbours of engines, in an environment of their own, where that is too heavy for all.
+# Beside real neighbours of engines, in environments of their own, where that is too heavy for all:
+# Dynamo's indexer, SGLang, and azurite, for which there must be npm.
 DOORS := ai-dynamo-runtime==1.6.1
 DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
+AZURITE := 3.37.0
 
-test-doors: $(VLLM_STAMP) $(DOORS_STAMP)
-	$(VLLM_BIN)/pytest -m doors tests/doors
+test-doors: $(VLLM_STAMP) $(DOORS_STAMP) $(STAMP) test-sglang
+	$(VLLM_BIN)/pytest -m doors tests/doors/test_dynamo.py
+	@[ -x node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
+		npm install --silent --no-save --no-package-lock azurite@$(AZURITE)
+	$(BIN)/pytest $(SHARED) -k "azure or azurite" tests/object
+
+# On an SGLang whose own requirements are for GPUs: of these, what it imports on a CPU.
+SGLANG_VENV  := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.ready-$(shell cat pyproject.toml tools/sglang_cpu.txt 2>/dev/null | cksum | tr ' ' -)
+
+test-sglang: $(SGLANG_STAMP)
+	$(SGLANG_VENV)/bin/pytest -m doors tests/doors/test_sglang.py
+
+$(SGLANG_STAMP):
+	@[ -x $(SGLANG_VENV)/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv $(SGLANG_VENV); }
+	@$(SGLANG_VENV)/bin/pip install --quiet 'torch==2.13.0+cpu' 2>/dev/null || $(SGLANG_VENV)/bin/pip install \
+		--quiet torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+	@$(SGLANG_VENV)/bin/pip install --quiet --requirement tools/sglang_cpu.txt
+	@$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0
+	@$(SGLANG_VENV)/bin/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3' 'moto[s3,server]>=5.1,<6'
+	@rm -f $(SGLANG_VENV)/.ready-*
+	@touch $@
 
 $(DOORS_STAMP):
 	@[ -x .venv-doors/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv .venv-doors; }

@@ -28,7 +28,7 @@ from kvtier.chain.isolated_tier import IsolatedTier
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.stats import ChainStats
 from kvtier.chain.tier_chain import TierChain
-from kvtier.config import MoverMode, Source, StackConfig, check, check_engine, load
+from kvtier.config import Misses, MoverMode, Source, StackConfig, check, check_engine, load
 from kvtier.config.loader import rate_owner, rates_folder
 from kvtier.cost.model import CostModel
 from kvtier.cost.saved_rates import RateKeeper, RatesFile
@@ -115,6 +115,7 @@ class Stack:
                 prefetch=config.prefetch if serving else None,
                 retain=config.retain if serving else None,
             )
+            self.chain.misses.on = serving and config.misses is not Misses.IGNORE
             self._rates = (
                 _keep_rates(config, namespace, costs, ranks) if costs and serving else None
             )

@@ -243,6 +243,65 @@ class EventKind(enum.Enum):
     REMOVED = "removed"
 
 
+class MissReason(enum.Enum):
+    """Why the first block that a request did not find was not there for it; a label of metrics, and
+    a sentence for people."""
+
+    NOT_COMPUTED = "not_computed", "nothing shows that it was ever computed here"
+    EVICTED = "evicted", "the last tier that had it needed the room"
+    NOT_WRITTEN = "not_written", "it left a tier without having been written to the one below"
+    NOT_STORED = "not_stored", "it is being computed, or its request ended before it was stored"
+    REMOVED = "removed", "it was removed on purpose"
+    RESET = "reset", "the caches were emptied since, because the weights may be others"
+    CORRUPT = "corrupt", "it did not verify, and is not served"
+    LOAD_FAILED = "load_failed", "it could not be read"
+    LOAD_LATE = "load_late", "its load took longer than it may, or than computing"
+    DECLINED = "declined", "it is there, and computing it is quicker than loading it"
+    NO_ROOM = "no_room", "it is there, and there was no room for its load"
+    UNREACHABLE = "unreachable", "the tier that may have it is not asked now"
+    OTHER_NAMESPACE = "other_namespace", "it is stored under another namespace of the same model"
+    OTHER_SALT = "other_salt", "it was computed for another cache salt"
+    OTHER_ADAPTER = "other_adapter", "it was computed for another LoRA adapter, or without one"
+    NO_STATE = "no_state", "the model's windows or states were not kept at that token"
+    UNTRUSTED = "untrusted", "nothing is looked up for the request: its keys do not tell enough"
+
+    def __init__(self, label: str, sentence: str) -> None:
+        self.label = label
+        self.sentence = sentence
+
+
+class Fate(enum.Enum):
+    """What became of a block in a tier, or of the attempt to write it there."""
+
+    FOR_STORE = "store", MissReason.EVICTED, "for what the engine stored"
+    FOR_LOAD = "load", MissReason.EVICTED, "for the load of another request"
+    FOR_PREFETCH = "prefetch", MissReason.EVICTED, "for what was prefetched"
+    FOR_WRITE = "write", MissReason.EVICTED, "for what came from the tier above"
+    FOR_CAPACITY = "capacity", MissReason.EVICTED, "to keep to its capacity, or to share it"
+    ELSEWHERE = "elsewhere", MissReason.EVICTED, "by the engine or server in charge of it"
+    REMOVED = "removed", MissReason.REMOVED, "by a command, or by the program that uses the stack"
+    CORRUPT = "corrupt", MissReason.CORRUPT, "its header or checksum was wrong"
+    UNREADABLE = "unreadable", MissReason.LOAD_FAILED, "an error of the medium"
+    NOT_ADMITTED = "admission", MissReason.NOT_WRITTEN, "it had not been used twice"
+    BUDGET = "budget", MissReason.NOT_WRITTEN, "others were worth more of the write budget"
+    FULL = "full", MissReason.NOT_WRITTEN, "too many blocks waited to be written"
+    GONE = "gone", MissReason.NOT_WRITTEN, "it was evicted above before its turn came"
+    DOWN = "down", MissReason.NOT_WRITTEN, "the tier failed"
+    REFUSED = "refused", MissReason.NOT_WRITTEN, "the mover's queue was full"
+    LACKS_ROOM = "no_room", MissReason.NOT_WRITTEN, "the tier had no room"
+    FAILED = "failed", MissReason.NOT_WRITTEN, "its write failed"
+
+    def __init__(self, label: str, reason: MissReason, how: str) -> None:
+        self.label = label
+        self.reason = reason
+        self.how = how
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether the tier never had the block."""
+        return self.reason is MissReason.NOT_WRITTEN
+
+
 class TierEvent(msgspec.Struct, frozen=True):
     """Blocks that became visible in a medium, or stopped being so."""
 

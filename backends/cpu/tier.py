@@ -21,7 +21,7 @@ from kvtier.slab.folder_tier import FolderTier
 from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.layout import piece_slots
 from kvtier.slab.numbering import SlotPlace
-from kvtier.types import BlockKey, Reservation, TierStats
+from kvtier.types import BlockKey, Fate, Reservation, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ class CpuTier(FolderTier):
         self._generation = max(self._generation, int(entries["generation"].max(initial=0)))
         return super()._own_blocks(place, entries)
 
-    def _lose(self, places: Collection[SlotPlace]) -> None:
+    def _lose(self, places: Collection[SlotPlace], fate: Fate) -> None:
         mine = [place for place in places if place.mine]
-        super()._lose(places)
+        super()._lose(places, fate)
         self._leaving += mine
         for place in places:
             if place not in mine:

@@ -19,7 +19,7 @@ from kvtier.backends.object.object_names import GENERATION_MAX, ObjectKey
 from kvtier.backends.object.queues import Update
 from kvtier.eviction import EvictionPolicy
 from kvtier.slab.catalogue import SlabTier
-from kvtier.types import BlockKey, EventKind
+from kvtier.types import BlockKey, EventKind, Fate
 
 _ROWS_AT_ONCE = 512
 """So many updated blocks are taken in by one call."""
@@ -189,6 +189,7 @@ class ObjectCatalogue(SlabTier):
                 and self._times[slot] <= at
             ):
                 gone.append(key)
+        self._losses.add(gone, Fate.ELSEWHERE)
         self._forget_removed(gone)
 
     def _forget_removed(self, keys: Sequence[BlockKey]) -> None:

@@ -5,8 +5,9 @@
 
 vLLM's scheduler and both sides of a connector, around a model that computes nothing
 (tests/engines/stub.py). The contestants take turns in one process: no connector, vLLM's own with
-nothing behind it, and kvtier with one tier and with two. The prompts have been stored when the
-clock starts, and end anywhere in a block, so that in each step some requests get a new one.
+nothing behind it, kvtier with one tier, with two, and with two but without reasons for misses. The
+prompts have been stored when the clock starts, and end anywhere in a block, so that in each step
+some requests get a new one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TOKENS = [int(each) for each in os.environ.get("TOKENS", "2048,8192").split(",")
 STEPS = int(os.environ.get("STEPS", "600"))
 TURN = 50
 WITHOUT, THEIRS = "without", "vLLM's own"
+UNEXPLAINED = "CPU and NVMe, misses: ignore"
 TARGET_US = 25
 _TOLD = 4
 
@@ -47,6 +49,14 @@ class Contest:
             THEIRS: OWN,
             "CPU": kvtier({"version": 1, "name": f"{name}-a", "tiers": [cpu]}),
             "CPU and NVMe": kvtier({"version": 1, "name": f"{name}-b", "tiers": [cpu, nvme]}),
+            UNEXPLAINED: kvtier(
+                {
+                    "version": 1,
+                    "name": f"{name}-c",
+                    "misses": "ignore",
+                    "tiers": [cpu, nvme | {"path": str(folder / "others")}],
+                }
+            ),
         }
 
     def run(self, model: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
 from kvtier.vllm import tiny_model
+from kvtier.vllm.hooks.versions import SERVER
 from kvtier.vllm.server_process import Server
 
 MIB = 1 << 20
@@ -254,13 +255,8 @@ class Member:
                 os.kill(pid, signal.SIGKILL)
             if _wait(process) is None:
                 strange.append(f"{self.name}: the server outlives its engine")
-            if role == "server":  # its engine lives on, and is ended by hand
-                for pid in [pid for pid, each in family.items() if each == "engine"]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self.server.kill()
         end = time.monotonic() + _END_S
         while any(map(_running, family)) and time.monotonic() < end:
             time.sleep(0.05)
@@ -311,8 +307,9 @@ def processes(root: int) -> dict[int, str]:
 
 def _role(command: bytes, first: bool) -> str:
     if first:
-        return "server"
-    for name, role in ((b"EngineCore", "engine"), (b"VLLM::Worker", "worker")):
+        return "supervisor"
+    roles = {b"EngineCore": "engine", b"VLLM::Worker": "worker", SERVER.encode(): "server"}
+    for name, role in roles.items():
         if name in command:
             return role
     return "mover" if b"kvtier.move" in command else "other"

@@ -10,6 +10,7 @@
 - `prefetch`: the way up before anybody asks.
 - `store`: the way down, by write policy and admission, and the backlog of an earlier process.
 - `admission`: which blocks are written within a budget.
+- `misses`: what became of blocks that are not found.
 - `ledger`: everything under way, and who waits for it.
 - `isolated_tier`: keeps the mistakes of another package's tier away from the tiers beside it.
 - `stats`: what the chain counts.

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.chain.ledger import Ledger
+from kvtier.chain.misses import MissLedger
 from kvtier.chain.stats import ChainCounters, direct
 from kvtier.cost.model import CostModel
 from kvtier.interfaces.mover import Mover
@@ -80,7 +81,7 @@ class Health:
 
 
 class ChainContext:
-    """The tiers of a chain with their settings and sizes, the ledger, the mover, and the counters.
+    """The tiers of a chain with their settings and sizes, the ledgers, the mover, and the counters.
 
     Whether a tier is asked at all is decided here, whatever the reason: it failed again and again,
     it knows itself to be unwell, or the mover is down and nobody else reaches it.
@@ -104,7 +105,8 @@ class ChainContext:
         slot = record_bytes(namespace.payload_bytes)
         self.slots = [max(1, tier.stats().bytes_capacity // slot) for tier in tiers]
         self.queues = [rule.queue_blocks for rule in settings]
-        self.ledger = Ledger(self.tiers)
+        self.misses = MissLedger(sum(self.slots), clock)
+        self.ledger = Ledger(self.tiers, self.misses)
         self.counters = ChainCounters([tier.medium for tier in tiers], namespace)
         self.loads = Health(len(tiers), rest_seconds)
         # Apart from loads: what can no longer be written to may well be read.

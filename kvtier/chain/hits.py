@@ -203,6 +203,17 @@ def _from(
         ]
 
 
+def skip_blocks(runs: Sequence[LoadRun], count: int) -> list[LoadRun]:
+    """What is left of a prefix behind so many blocks."""
+    left = []
+    for link, blocks, size in runs:
+        skipped = min(count, blocks)
+        count -= skipped
+        if skipped < blocks:
+            left.append(LoadRun(link, blocks - skipped, size - size * skipped // blocks))
+    return left
+
+
 def thin(values: list[int]) -> list[int]:
     """At most `OFFERS_MAX` of them, evenly spread, the last among them."""
     if len(values) <= OFFERS_MAX:
@@ -257,7 +268,7 @@ class Decision:
     """How much of a request's hit is taken. It holds as long as the question stays the same: a
     request that waits is asked about in every step, but decided, and counted, once."""
 
-    __slots__ = ("answer", "at_hand", "missed", "question", "short_of_room", "stops")
+    __slots__ = ("answer", "at_hand", "missed", "question", "short_of_room", "stops", "weighed")
 
     def __init__(self, at_hand: bool = False) -> None:
         self.at_hand = at_hand
@@ -268,6 +279,9 @@ class Decision:
         """How many blocks each tier was counted to miss: they come and go while a request waits."""
         self.answer = 0
         self.stops: list[int] = []
+        self.weighed: tuple[float, float] | None = None
+        """If a part of the hit is not taken, how many seconds its load was expected to take, and
+        computing it."""
         self.short_of_room = False
         """Host memory had no room for more, and may have it now."""
 
@@ -304,8 +318,15 @@ class HitPlanner:
             if not decision.at_hand:
                 decision.missed = self._counters.looked_up(origins, decision.missed)
             decision.answer = sum(run.blocks for run in runs)
+            decision.weighed = None
             if runs and self._costs is not None:
+                there = decision.answer
                 decision.answer = self._costs.admit(runs, tokens_per_block, start)
+                if decision.answer < there:
+                    rest = skip_blocks(runs, decision.answer)
+                    first = start + decision.answer * tokens_per_block
+                    last = start + there * tokens_per_block
+                    decision.weighed = self._costs.weigh(rest, first, last)
         return decision.answer
 
     def furthest(
@@ -335,7 +356,7 @@ class HitPlanner:
         found, decision.short_of_room = stops(spans, origins, start, limit, room)
         if not same or found != decision.stops:
             decision.stops = found
-            decision.answer = self._choose(spans, places, start, thin(found))
+            decision.answer = self._choose(spans, places, start, thin(found), decision)
         return decision.answer
 
     def _nearly(
@@ -360,10 +381,19 @@ class HitPlanner:
         ]
 
     def _choose(
-        self, spans: Sequence[Span], places: list[Sequence[int]], start: int, found: list[int]
+        self,
+        spans: Sequence[Span],
+        places: list[Sequence[int]],
+        start: int,
+        found: list[int],
+        decision: Decision,
     ) -> int:
         best = len(found) - 1
+        decision.weighed = None
         if self._costs is not None:
             made = offers(spans, places, self._counters.links, start, found)
             best = self._costs.choose(made, start)
+            if best < len(found) - 1:
+                known = found[best] if best >= 0 else start
+                decision.weighed = self._costs.weigh(made[-1].loads, known, found[-1])
         return found[best] if best >= 0 else start

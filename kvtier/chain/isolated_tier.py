@@ -14,6 +14,7 @@ from kvtier.errors import NotResident
 from kvtier.interfaces.tier import Tier
 from kvtier.types import (
     BlockKey,
+    Fate,
     FilePlace,
     LoadStoreSpec,
     Outcome,
@@ -134,6 +135,15 @@ class IsolatedTier(Tier):
 
     def take_events(self) -> list[TierEvent]:
         return self._ask(lambda: list(self._tier.take_events()), [])
+
+    def take_lost(self) -> Sequence[tuple[Sequence[BlockKey], Fate]]:
+        return self._ask(self._take_lost, ())
+
+    def _take_lost(self) -> Sequence[tuple[Sequence[BlockKey], Fate]]:
+        lost = [(list(keys), fate) for keys, fate in self._tier.take_lost()]
+        if not all(isinstance(fate, Fate) for _, fate in lost):
+            raise TypeError("what a tier lost has a Fate each")
+        return lost
 
     def stats(self) -> TierStats:
         self._stats = self._ask(self._count, self._stats)

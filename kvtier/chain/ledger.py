@@ -9,11 +9,20 @@ from itertools import count
 
 import msgspec
 
+from kvtier.chain.misses import MissLedger
 from kvtier.chain.plan import HOST, gather
 from kvtier.errors import NotResident
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.interfaces.tier import Tier
-from kvtier.types import BlockKey, FilePlace, LoadStoreSpec, Outcome, Presence, Reservation
+from kvtier.types import (
+    BlockKey,
+    Fate,
+    FilePlace,
+    LoadStoreSpec,
+    Outcome,
+    Presence,
+    Reservation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +30,9 @@ logger = logging.getLogger(__name__)
 class Ledger:
     """Owns pins and reservations in all tiers of a chain. For one thread, like the chain."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], misses: MissLedger | None = None) -> None:
         self._tiers = tiers
+        self._misses = misses or MissLedger(0)
         self._ids = count(1)
         self._moves: dict[int, Move] = {}
         self._tickets: dict[Ticket, None] = {}
@@ -139,6 +149,7 @@ class Ledger:
         if pinned:
             ours = set(pinned) if failed else ()
             blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+            self._misses.note_failed(HOST, blamed)
             blamed = self.deferred_verification.blame(blamed)
             end_load(self._tiers[HOST], pinned, blamed)
             if blamed:
@@ -157,6 +168,7 @@ class Ledger:
     def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for tier, keys in ticket.pinned_files:
             blamed = {key: failed[key] for key in keys if failed.get(key) in BLAMES_SOURCE}
+            self._misses.note_failed(tier, blamed)
             end_load(self._tiers[tier], keys, blamed)
         ticket.pinned_files = []
 
@@ -214,7 +226,8 @@ class Ledger:
         absent = [key for key in keys if key not in here] if len(pinned) < len(keys) else []
         if not pinned:
             return None, absent
-        taken = self._take(target, pinned)
+        cause = Fate.FOR_PREFETCH if prefetch else Fate.FOR_LOAD
+        taken = self._take(target, pinned, cause if target == HOST else Fate.FOR_WRITE)
         if len(taken.keys) < len(pinned):
             _, rest = split(pinned, dict.fromkeys(taken.keys, 1))
             self._tiers[source].complete_load(rest)
@@ -237,9 +250,12 @@ class Ledger:
         self.loading[source] += len(move.keys) if target == HOST and not prefetch else 0
         return move, absent
 
-    def _take(self, tier: int, keys: Sequence[BlockKey], evict: bool = True) -> Reservation:
+    def _take(
+        self, tier: int, keys: Sequence[BlockKey], cause: Fate, evict: bool = True
+    ) -> Reservation:
         taken = self._tiers[tier].prepare_store(keys, evict=evict)
         if taken.evicted:
+            self._misses.note(tier, taken.evicted, cause)
             if tier == HOST:
                 self.deferred_verification.remove(taken.evicted)
             for key in taken.evicted if self.promised else ():
@@ -270,6 +286,8 @@ class Ledger:
             failed = {k: o for k, o in zip(keys, reported, strict=False) if not o.ok}
         blamed = self.deferred_verification.settled(move, failed)
         failed = {**move.voided, **failed}
+        if blamed:
+            self._misses.note_failed(move.transfer.source, {key: failed[key] for key in blamed})
         end_load(self._tiers[move.transfer.source], keys, blamed)
         if blamed and move.transfer.source == HOST:
             self.note_dropped(blamed)
@@ -316,7 +334,11 @@ class Ledger:
 
     def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
         """Reserve host slots that the engine will fill."""
-        taken = self._take(HOST, keys, evict)
+        taken = self._take(HOST, keys, Fate.FOR_STORE, evict)
+        if len(taken.keys) < len(keys):
+            here = zip(keys, self._tiers[HOST].lookup(keys), strict=True)
+            lacking = [key for key, at in here if at is Presence.MISS]
+            self._misses.note(HOST, lacking, Fate.LACKS_ROOM)
         self.dropped_pinned.difference_update(taken.keys)  # or there would be no slots for them
         self._stores.update(dict.fromkeys(taken.keys, True))
         return taken
@@ -330,6 +352,7 @@ class Ledger:
         for key in known:
             if not self._stores.pop(key):
                 lost[key] = Outcome.CANCELLED
+        self._misses.note(HOST, lost, Fate.FAILED)
         self._tiers[HOST].complete_store(known, lost or None)
         return [key for key in known if key not in lost] if lost else known
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 from kvtier.chain.context import ChainContext
 from kvtier.chain.hits import Decision, HitPlanner, HitRoom, Span, asked, columns, needed
+from kvtier.chain.misses import Cause, last_loss
 from kvtier.chain.plan import (
+    COMING,
     HOST,
+    JOINING,
     NOWHERE,
     plan_at_hand,
     plan_host,
@@ -16,7 +19,7 @@ from kvtier.chain.plan import (
     plan_queue,
     plan_room,
 )
-from kvtier.types import BlockKey, Presence
+from kvtier.types import BlockKey, MissReason, Presence
 
 
 class Lookup:
@@ -97,6 +100,26 @@ class Lookup:
             origins, sought = plan_lower(origins, sought, tier, answers)
             sought = sorted(sought + skipped) if skipped else sought
         return origins
+
+    def why_missed(self, key: BlockKey) -> Cause:
+        """Why no tier gives this block now; without a reason if one does."""
+        context, now = self._context, self._context.clock()
+        (origin,) = self.locate([key])
+        if origin >= HOST or origin == JOINING:
+            return Cause(None, origin)
+        if origin == COMING:
+            return Cause(MissReason.NOT_STORED)
+        for tier in range(HOST + 1, len(context.tiers)):
+            if context.tiers[tier].lookup([key]) == [Presence.HIT]:
+                failed = context.readable(tier, now)  # and so it is the key that rests
+                return Cause(MissReason.LOAD_FAILED if failed else MissReason.UNREACHABLE, tier)
+        if (known := last_loss(context.misses.history(key))) is not None:
+            past, besides = known
+            return Cause(past.fate.reason, past.tier, past, besides)
+        for tier in range(HOST + 1, len(context.tiers)):
+            if context.tiers[tier].learning or not context.readable(tier, now):
+                return Cause(MissReason.UNREACHABLE, tier)
+        return Cause(MissReason.NOT_COMPUTED)
 
 
 class Reservations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import msgspec
 
@@ -37,6 +38,13 @@ class Sample(msgspec.Struct, frozen=True):
     source: str
     target: str
     seconds: float
+
+
+class Moved(msgspec.Struct):
+    """What transfers over one way have moved, and how long they were at it, all together."""
+
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 class LinkStats(msgspec.Struct):
@@ -102,6 +110,10 @@ class ChainStats(msgspec.Struct):
     down: list[bool]
     """Whether each tier is left alone, because it failed again and again, or is unwell."""
     prefetch: PrefetchStats
+    reads: list[Moved] = []
+    """From each tier into host memory."""
+    writes: list[Moved] = []
+    """Into each tier."""
     budgets: list[WriteStats | None] = []
     """Of each tier what may be written to it, and was; None of one without a budget."""
 
@@ -126,6 +138,7 @@ class ChainCounters:
         self.hit_bytes = [0] * len(media)
         self.misses = [0] * len(media)
         self.failures: list[dict[str, int]] = [{} for _ in media]
+        self.reads, self.writes = [Moved() for _ in media], [Moved() for _ in media]
 
     def sizes(self, keys: Sequence[BlockKey]) -> list[int]:
         """The payload of each key."""
@@ -164,6 +177,10 @@ class ChainCounters:
         transfer = settled.move.transfer
         source, target = self.media[transfer.source], self.media[transfer.target]
         self._samples.append(Sample(source, target, result.seconds))
+        upward = transfer.target < transfer.source
+        moved = self.reads[transfer.source] if upward else self.writes[transfer.target]
+        moved.bytes += sum(self.sizes(settled.committed))
+        moved.seconds += result.busy_seconds
 
     def take_samples(self) -> list[Sample]:
         """Transfers that ended since the last call; the most recent if they were many."""
@@ -191,5 +208,7 @@ class ChainCounters:
             failures=[dict(failures) for failures in self.failures],
             down=down,
             prefetch=prefetch,
+            reads=[copy(each) for each in self.reads],
+            writes=[copy(each) for each in self.writes],
             budgets=budgets,
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from kvtier.chain.admission import DynamicAdmission
 from kvtier.chain.context import ChainContext
@@ -14,7 +15,7 @@ from kvtier.interfaces.mover import TransferResult
 from kvtier.interfaces.tier import Tier
 from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.settings import Admission, WritePolicy
-from kvtier.types import BlockKey, Outcome, Presence
+from kvtier.types import BlockKey, Fate, Outcome, Presence
 
 STEP_BLOCKS = 64
 """So many blocks one step starts to write into one tier, beside as many as have come or ended since
@@ -52,6 +53,8 @@ class Cascade:
             )
             for plan in plans
         ]
+        for link in self._links:
+            link.tell = partial(context.misses.note, link.target)
         self._into = {link.target: link for link in self._links}
         context.ledger.watched = {
             link.source for link in self._links if link.write is WritePolicy.ON_EVICT
@@ -156,6 +159,10 @@ class Cascade:
                 count = count if first is None else min(count, free + first)
         return count
 
+    def waits_for(self, key: BlockKey) -> list[int]:
+        """The tiers that a block is still to be written to."""
+        return [link.target for link in self._links if key in link.queued]
+
     @property
     def waiting(self) -> bool:
         """Whether something is to be written yet."""
@@ -177,7 +184,7 @@ class Cascade:
             down = self._context.stores.down(link.target, now)
             if down:
                 keys = link.take(link.backlog)
-                link.drop("down", len(keys))
+                link.drop(Fate.DOWN, keys)
                 link.missed(keys)
                 self._pass_on(link, keys, now)
                 link.demotion_due = False
@@ -205,6 +212,7 @@ class Cascade:
         # What is full would take the bytes of each, use by use, before it refuses them again.
         full = Outcome.NO_SPACE
         link.missed(key for key in refused if move.failed[key] is not full)
+        link.tell(refused, Fate.FAILED)
         self._pass_on(link, refused, now)
         if refused and not move.committed:  # not again before something else wants room above
             link.demotion_due = False
@@ -234,10 +242,13 @@ class Cascade:
                 keys, left = self._carry(link, source, keys, now, old=old)
                 lacking = self._lacking(link, left)
                 link.missed(lacking)
+                link.tell(lacking, Fate.LACKS_ROOM)
                 self._pass_on(link, lacking, now)
         if keys:  # what was used while it was on its way up, from there or past it, is not gone
-            here = self._tiers[HOST].lookup(self._lacking(link, keys))
-            link.drop("gone", here.count(Presence.MISS))
+            lacking = self._lacking(link, keys)
+            here = self._tiers[HOST].lookup(lacking)
+            gone = [key for key, at in zip(lacking, here, strict=True) if at is Presence.MISS]
+            link.drop(Fate.GONE, gone)
 
     def _demote(self, link: StoreLink, count: int, now: float) -> None:
         """Write down what eviction will take next, so that it takes nothing that is only there."""
@@ -284,7 +295,7 @@ class Cascade:
             elif transfer is not None:
                 self._ledger.refuse(transfer)
                 refused = [*transfer.keys, *keys[start + STEP_BLOCKS :]]
-                link.drop("refused", len(refused))
+                link.drop(Fate.REFUSED, refused)
                 link.missed(refused)
             lacking += absent
             settled = {*absent, *(transfer.keys if transfer is not None else ())}
@@ -311,7 +322,10 @@ class Cascade:
             for link in self._links:
                 link.demotion_due |= link.source == tier
                 if link.source == tier and link.write is WritePolicy.ON_EVICT:
-                    link.drop("gone", len(self._lacking(link, link.admitted(keys))))
+                    admitted = link.admitted(keys)
+                    link.drop(Fate.GONE, self._lacking(link, admitted))
+                    if len(admitted) < len(keys):
+                        link.decline(self._lacking(link, keys), admitted)
 
     def _lacking(self, link: StoreLink, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those that a link's tier neither has nor is about to have."""
@@ -387,6 +401,8 @@ class StoreLink:
         remembered = TOUCHES_KEPT + above + below
         self.dynamic = None if allowance is None else DynamicAdmission(remembered)
         self.stats = LinkStats(target)
+        self.tell: Callable[[Sequence[BlockKey], Fate], None] = lambda _keys, _why: None
+        """Told of blocks that are not written."""
         self.demotion_due = False
         """Whether the tier above has taken something in since its victims were last looked at."""
         self._turnover = 0
@@ -447,6 +463,8 @@ class StoreLink:
         chosen = self.within_budget(admitted, now)
         if self.write is not WritePolicy.THROUGH:
             return []
+        if len(admitted) < len(keys):
+            self.decline(keys, admitted)
         self.offer(len(keys), chosen)
         if len(chosen) == len(admitted):
             return []
@@ -462,8 +480,9 @@ class StoreLink:
             return keys
         room = self.allowance.level / self.allowance.block_bytes - len(self._waiting)
         chosen = self.dynamic.select(keys, room, now, uses)
-        if self.write is WritePolicy.THROUGH:
-            self.drop("budget", len(keys) - len(chosen))
+        if self.write is WritePolicy.THROUGH and len(chosen) < len(keys):
+            within = set(chosen)
+            self.drop(Fate.BUDGET, [key for key in keys if key not in within])
         return chosen
 
     def used(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
@@ -503,7 +522,7 @@ class StoreLink:
         taken, left = fresh[: self.space], fresh[self.space :]
         self.stats.offered += offered
         self.stats.admitted += len(taken)
-        self.drop("full", len(left))
+        self.drop(Fate.FULL, left)
         self.missed(left)
         self._waiting.extend(taken)
         self.queued.update(taken)
@@ -524,10 +543,18 @@ class StoreLink:
             self._waiting = deque(key for key in self._waiting if key not in dropped)
             self.queued -= dropped
 
-    def drop(self, reason: str, count: int) -> None:
+    def drop(self, why: Fate, keys: Sequence[BlockKey]) -> None:
         """Count blocks that are not written."""
-        if count:
-            self.stats.drops[reason] = self.stats.drops.get(reason, 0) + count
+        if keys:
+            self.stats.drops[why.label] = self.stats.drops.get(why.label, 0) + len(keys)
+            self.tell(keys, why)
+
+    def decline(self, keys: Sequence[BlockKey], admitted: Sequence[BlockKey]) -> None:
+        """Admission does not take those of the blocks that are not `admitted`."""
+        taken = set(admitted)
+        if declined := [key for key in keys if key not in taken]:
+            why = Fate.BUDGET if self.touches is None else Fate.NOT_ADMITTED
+            self.tell(declined, why)
 
     def failed(self, outcomes: Iterable[Outcome]) -> None:
         """Count blocks whose writing failed."""

@@ -13,6 +13,7 @@ from kvtier.chain.hits import Decision, Span, asked
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.load import EmbeddedLoads, Loads
 from kvtier.chain.lookup import Lookup
+from kvtier.chain.misses import Cause, Past
 from kvtier.chain.plan import HOST, NOWHERE
 from kvtier.chain.prefetch import Prefetches
 from kvtier.chain.stats import ChainStats, Sample, budgets_of
@@ -24,7 +25,9 @@ from kvtier.settings import PrefetchSettings, RetainSettings, TierSettings, Writ
 from kvtier.system.calls import close_all
 from kvtier.types import (
     BlockKey,
+    Fate,
     LoadStoreSpec,
+    MissReason,
     Outcome,
     Presence,
     Reservation,
@@ -121,6 +124,7 @@ class TierChain(Tier):
         self.tiers, self._mover, self._clock = context.tiers, context.mover, context.clock
         self.medium = self.tiers[HOST].medium
         self._ledger, self._counters = context.ledger, context.counters
+        self.misses = context.misses
         self.retention = Retention(self.tiers, context.settings, context.slots, retain)
         self._lookup = Lookup(context)
         self.reservations = self._lookup.reservations
@@ -179,6 +183,17 @@ class TierChain(Tier):
         """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan). Reserves
         nothing, and does not ask about room."""
         return self._lookup.locate(keys)
+
+    def why_missed(self, key: BlockKey) -> Cause:
+        """Why a block is not found now, or, if it is, that it is here."""
+        cause = self._lookup.why_missed(key)
+        left = cause.past
+        if left is not None and left.fate.reason is MissReason.EVICTED:
+            for tier in self._cascade.waits_for(key):
+                if tier > left.tier:
+                    late = Past(Fate.GONE, tier, left.seconds)
+                    return Cause(MissReason.NOT_WRITTEN, tier, late, left)
+        return cause
 
     # load
 
@@ -305,8 +320,10 @@ class TierChain(Tier):
         self._cascade.step(now)
         for health in (self._context.loads, self._context.stores):
             health.tick(now, self.tiers)
-        for tier in self.tiers:
+        for at, tier in enumerate(self.tiers):
             tier.tick()
+            for lost, fate in tier.take_lost() if self.misses.on else ():
+                self.misses.note(at, lost, fate)
         self.reservations.end()
         self.prefetches.step(now)
 
@@ -361,6 +378,7 @@ class TierChain(Tier):
         self._cascade.forget(keys)
         self.prefetches.forget(keys)
         self._ledger.void(keys)
+        self.misses.note(HOST, keys, Fate.REMOVED)
         for tier in self.tiers:
             tier.forget(keys)
         self._ledger.note_dropped(keys)

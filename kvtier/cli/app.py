@@ -25,14 +25,14 @@ COMMANDS = {
     "demo": ("demo", "See what it is good for: a prompt cold, warm, after a crash."),
     "ls": ("ls", "List what a stack holds, and show one block."),
     "du": ("du", "Show how full each tier is."),
+    "top": ("top", "See what servers do with their cache."),
     "explain": ("explain", "Say why a prompt hits or misses."),
     "pin": ("pin", "Keep the blocks of known prompts, or no longer."),
     "copy": ("copy", "Copy blocks between stacks and stores."),
     "prewarm": ("copy", "Copy blocks into a tier before it is asked."),
     "snapshot": ("copy", "Copy what memory and disks hold to an object store."),
     "verify": ("verify", "Check every record of a stack."),
-    "gc": ("clear", "Remove what nobody will ask for again."),
-    "clear": ("clear", "Remove blocks."),
+    "clear": ("clear", "Remove blocks, or (gc) what nobody will ask for again."),
     "doctor": ("doctor", "Look for what is wrong, and say what to do."),
     "plan": ("plan", "Say what a stack is worth for a model."),
     "bench": ("bench", "Measure the tiers of a stack."),
@@ -45,6 +45,15 @@ FORMER = {
     "import": "kvtier copy file:///folder stack.yaml",
     "show": "kvtier ls NAMESPACE, or kvtier ls KEY",
     "unpin": "kvtier pin --remove",
+}
+
+# Other names that people try, and what does it.
+SPELLINGS = {
+    "version": ["--version"],
+    "status": ["du"],
+    "dashboard": ["top", "--page"],
+    "migrate": ["config", "migrate"],
+    "gc": ["clear", "--garbage"],
 }
 
 _CONFIG_FLAGS = ("-c", "--config")
@@ -193,16 +202,11 @@ def _root(
 def _as_meant(args: Sequence[str]) -> list[str]:
     """What people type as with other programs: `kvtier help ls`, `kvtier -c stack.yaml ls`."""
     words = list(args)
-    match words[:1]:
-        case ["help"]:
-            return [*words[1:], "--help"]
-        case ["version"]:
-            return ["--version"]
-        case ["status"]:
-            words[0] = "du"
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if len(words) > 2 and words[0] in _CONFIG_FLAGS:
-        return [words[2], *words[:2], *words[3:]]
-    return words
+        words = [words[2], *words[:2], *words[3:]]
+    return [*SPELLINGS.get(words[0], words[:1]), *words[1:]] if words else words
 
 
 def run(args: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -27,7 +28,8 @@ app = options.new_app()
 
 
 @app.command(
-    epilog="Examples: kvtier clear -c stack.yaml; kvtier clear 3f2a -c stack.yaml --tier nvme --yes"
+    epilog="Examples: kvtier clear -c stack.yaml; kvtier clear 3f2a -c stack.yaml --tier nvme "
+    "--yes; kvtier gc -c stack.yaml --dry-run; kvtier gc -c stack.yaml --idle 30d"
 )
 def clear(
     config: options.ConfigOption,
@@ -37,13 +39,39 @@ def clear(
     ] = None,
     tier: options.TierOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    garbage: Annotated[
+        bool, typer.Option("--garbage", help="Only what nobody will ask for again: `kvtier gc`.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Of garbage: only show what would be removed.")
+    ] = False,
+    idle: Annotated[
+        float | None,
+        typer.Option(
+            parser=options.parse_duration,
+            metavar="AGE",
+            help="Of garbage: also namespaces and this stack's CPU memory, if unused for so long.",
+        ),
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Remove all blocks of a stack, of one tier, or of one namespace. It asks first.
 
     What a running engine uses stays: stop it first. Objects in a store are removed all the same,
     for all servers that share it, which then count misses. Exit code 1 if anything stays.
+
+    `kvtier gc` (the same as `clear --garbage`) removes only what nobody will ask for again: CPU
+    memory that no engine will come back to, unfinished files of dead processes, slabs beyond the
+    capacity, what killed measurements left on disks and in stores, and descriptions of namespaces
+    of a store that have no block left. It does not ask. Exit code 1 if something could not be
+    removed or read.
     """
+    options.only_with("--garbage", garbage or None, dry_run=dry_run, idle=idle)
+    if garbage:
+        if namespace is not None:
+            raise typer.BadParameter("garbage is of no namespace: leave it out")
+        _collect_garbage(config, tier, idle, dry_run=dry_run, json=json)
+        return
     stack = load(config, to_write=False)  # each tier says what may not be done there
     inspectors = look(stack, options.tier_of(tier, stack))
     chosen = "" if namespace is None else find_namespace(inspectors, namespace)
@@ -100,32 +128,10 @@ class GarbageRow(msgspec.Struct):
     removed: bool = False
 
 
-@app.command(
-    epilog="Examples: kvtier gc -c stack.yaml --dry-run; kvtier gc -c stack.yaml --idle 30d"
-)
-def gc(
-    config: options.ConfigOption,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be removed.")
-    ] = False,
-    idle: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.parse_duration,
-            metavar="AGE",
-            help="Also namespaces and this stack's CPU memory, if unused for so long.",
-        ),
-    ] = None,
-    tier: options.TierOption = None,
-    json: options.JsonOption = False,
+def _collect_garbage(
+    config: Path, tier: str | None, idle: float | None, *, dry_run: bool, json: bool
 ) -> None:
-    """Remove what nobody will ask for again: CPU memory that no engine will come back to,
-    unfinished files of dead processes, slabs beyond the capacity, what killed measurements left on
-    disks and in stores, and descriptions of namespaces of a store that have no block left.
-
-    What a running engine uses stays, and so does what is not kvtier's. Exit code 1 if something
-    could not be removed or read.
-    """
+    """`kvtier clear --garbage`."""
     stack = load(config, to_write=False)  # each tier says what may not be done there
     # Of a store that is for what is idle alone: for all else it is listed anyway.
     depth = Depth.NAMES if idle is None else Depth.COUNTED

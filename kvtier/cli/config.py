@@ -14,6 +14,7 @@ from kvtier.backends.object.stores.errors import WrongEndpoint
 from kvtier.backends.object.stores.open_store import parse_url
 from kvtier.cli import console, options
 from kvtier.cli.inspect import unusable_here
+from kvtier.cli.migrate import migrate
 from kvtier.config import Name, StackConfig, effective, load
 from kvtier.config.schema import json_schema
 from kvtier.errors import ConfigError, ConfigErrors, KVTierError, naming
@@ -291,6 +292,13 @@ def _row(error: ConfigError) -> dict[str, str]:
         "problem": error.problem,
         "remedy": error.remedy,
     }
+
+
+app.command(
+    short_help="Print the stack that does what LMCache, or vLLM, was told.",
+    context_settings={"ignore_unknown_options": True, **options.HELP},
+    epilog="Examples: kvtier migrate lmcache.yaml; kvtier migrate --kv-offloading-size 64",
+)(migrate)
 
 
 # -- the text of a new stack file ------------------------------------------------------------------

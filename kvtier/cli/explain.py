@@ -19,10 +19,12 @@ from kvtier.cli.inspect import (
     say_two_names,
     troubles_of,
 )
-from kvtier.config import load
+from kvtier.config import StackConfig, load
 from kvtier.errors import KVTierError
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey, MissReason, Namespace
 from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens, read_prompts
+from kvtier.vllm.miss_socket import LAST, ask_engines
+from kvtier.vllm.misses import KEPT, Miss
 
 app = options.new_app()
 
@@ -61,11 +63,20 @@ class Answer(msgspec.Struct):
 
 @app.command(
     epilog="Examples: kvtier explain -c stack.yaml --prompts prompt.txt --model ./model; "
-    "kvtier explain -c stack.yaml --prompts prompts.jsonl --namespace 3f2a"
+    "kvtier explain -c stack.yaml --prompts prompts.jsonl --namespace 3f2a; "
+    "kvtier explain -c stack.yaml --request last"
 )
 def explain(
     config: options.ConfigOption,
-    prompts: options.PromptsOption,
+    prompts: options.MaybePromptsOption = None,
+    request: Annotated[
+        str | None,
+        typer.Option(
+            "--request",
+            metavar="ID",
+            help="Ask the running engines why this one of the last requests missed; or the last.",
+        ),
+    ] = None,
     model: options.ModelOption = None,
     namespace: Annotated[
         str | None,
@@ -83,8 +94,17 @@ def explain(
 
     Keys are computed as vLLM computes them, with cache salts and LoRA adapters; prompts with images
     are skipped. Exit code 1 if no prompt hits.
+
+    With --request, show what a request of a running engine has found of its prompt, and why it has
+    not found more. Exit code 1 if no engine of the stack knows the request.
     """
+    if (prompts is None) == (request is None):
+        raise typer.BadParameter("name one of --prompts and --request", param_hint="--request")
     stack = load(config, to_write=False)
+    if request is not None:
+        _explain_request(stack, request, json=json)
+        return
+    assert prompts is not None
     inspectors = look(stack)
     known = known_namespaces(inspectors)
     if not known:
@@ -115,6 +135,49 @@ def explain(
         read.say_skipped(console.warn)
     hit = any(answer.hits for answer in answers if answer.namespace == asked)
     end_with_troubles(inspectors, failed=not hit)
+
+
+def _explain_request(stack: StackConfig, request: str, *, json: bool) -> None:
+    """Show what engines say of a request, and which namespaces have what it lacked."""
+    answers = [each for each in ask_engines(request) if each.stack == stack.name]
+    misses = [miss for each in answers for miss in each.misses]
+    if request == LAST and misses:
+        last = max(misses, key=lambda miss: miss.at).request
+        misses = [miss for miss in misses if miss.request == last]
+    if not misses:
+        raise KVTierError(
+            f"no engine of the stack {stack.name!r} runs here as this user, with misses: explain"
+            if not answers
+            else f"none of the last {KEPT} requests of a running engine is called {request!r}: "
+            "write the id of its answer, or last"
+        )
+    found = {miss.key: _others_that_have(stack, miss) for miss in misses}
+    if json:
+        rows = [msgspec.to_builtins(miss) | {"elsewhere": found[miss.key]} for miss in misses]
+        console.print_json({"misses": rows})
+        return
+    for miss in misses:
+        console.say_wrapped(f"request {miss.request}: {miss.sentence}", 2)
+        for namespace, differs in found[miss.key].items():
+            console.say(f"  the namespace {namespace[:12]} has it")
+            for each in differs:
+                console.say_wrapped(f"    differs: {each}", 6)
+
+
+def _others_that_have(stack: StackConfig, miss: Miss) -> dict[str, list[str]]:
+    """The namespaces that have a block of which an engine knows nothing, and how they differ from
+    the engine's, if that can be told."""
+    if miss.reason != MissReason.NOT_COMPUTED.label:
+        return {}
+    inspectors = look(stack)
+    known = known_namespaces(inspectors)
+    key = BlockKey(bytes.fromhex(miss.key))
+    having = [name for name in known if _held(inspectors, name, {key})]
+    mine = known.get(miss.namespace)
+    return {
+        name: [str(each) for each in mine.differences(known[name])] if mine else []
+        for name in having
+    }
 
 
 def _held(

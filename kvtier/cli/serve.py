@@ -7,14 +7,12 @@ import difflib
 import errno
 import json
 import os
-import select
 import shlex
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +20,9 @@ import typer
 
 from kvtier.cli import console, options
 from kvtier.cli.inspect import unusable_here
-from kvtier.cli.signals import EXIT_INTERRUPTED
+from kvtier.cli.supervisor import run_server
 from kvtier.config import StackConfig, load
 from kvtier.errors import ConfigError, ConfigErrors
-from kvtier.move.process_main import die_with
 from kvtier.vllm.hooks.versions import SERVER, installed, known_flags
 
 app = options.new_app()
@@ -38,6 +35,7 @@ _DETAILS = "--enable-prompt-tokens-details"
 _SPACE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _GRACE = "--shutdown-timeout"
 _GRACE_S = 20
+_NO_PORT = {"--uds", "--headless"}
 _SOCKETS_PATH_MAX = 107 - 1 - 36
 """A socket's path has 107 bytes at most, and vLLM's have a UUID for a name."""
 _SLIP = 0.85
@@ -45,9 +43,6 @@ _SLIP = 0.85
 _PROCESSORS = Path("/proc/cpuinfo")
 _USAGE = "write kvtier serve MODEL --config stack.yaml -- --port 8001"
 _PROMPT = "Tell me about caches. " * 100
-_CLOSING = "closing (Ctrl-C again interrupts all of it, and once more kills it)"
-REMIND_S = 5.0
-"""How often a server in the foreground is told to close: while vLLM starts, it may forget it."""
 
 
 @app.command(
@@ -69,7 +64,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Check the stack and vLLM's version, then become vLLM's server (at a terminal: run it).
+    """Check the stack and vLLM's version, then run vLLM's server, and end all of it at the end.
 
     Everything after `--` is passed on to vLLM unchanged.
     """
@@ -90,9 +85,7 @@ def serve(
             "are, many times slower than with vLLM's --dtype float32"
         )
     sys.stdout.flush()
-    if in_foreground():
-        raise typer.Exit(run_in_foreground(command))
-    os.execv(sys.executable, command)
+    raise typer.Exit(run_server(command, partial(listens, flags)))
 
 
 def _check(config: Path) -> StackConfig:
@@ -117,7 +110,7 @@ def check_flags(flags: Sequence[str], known: Collection[str]) -> None:
 def check_port(flags: Sequence[str]) -> None:
     """Refuse a port that another process listens on: vLLM binds to it when the model is loaded."""
     host, port = _value(flags, "--host"), _value(flags, "--port") or "8000"
-    if not port.isdecimal() or {"--uds", "--headless"}.intersection(flags):
+    if not port.isdecimal() or _NO_PORT.intersection(flags):
         return
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
     with socket.socket(family) as taken, contextlib.suppress(OverflowError, socket.gaierror):
@@ -128,6 +121,18 @@ def check_port(flags: Sequence[str]) -> None:
             if error.errno == errno.EADDRINUSE:
                 remedy = "end that one, or name another behind the --: --port 8001"
                 raise ConfigError(f"--port {port}", "another process uses it", remedy) from None
+
+
+def listens(flags: Sequence[str]) -> bool:
+    """Whether a server with these flags listens by now."""
+    host, port = _value(flags, "--host") or "localhost", _value(flags, "--port") or "8000"
+    if _NO_PORT.intersection(flags):
+        return False
+    try:
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
 
 
 def server_command(
@@ -254,80 +259,3 @@ def say_what_to_try(model: str, flags: Sequence[str], config: Path) -> None:
     console.say()
     console.say("Then stop the server, start it again, and send the same: it is still known.")
     console.say()
-
-
-# -- a server in the foreground of a terminal ------------------------------------------------------
-
-
-def in_foreground() -> bool:
-    """Whether what is typed at a terminal, Ctrl-C too, comes to this process."""
-    try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError):
-        return False
-
-
-def run_in_foreground(command: Sequence[str]) -> int:
-    """Run a server until it ends, or is told to from here; answers with its exit code.
-
-    A terminal sends Ctrl-C to every process in its foreground. vLLM's engine takes that as the
-    first call to stop and the server's own, which follows, as the second: it ends in the middle of
-    closing its tiers. So the server and all it starts are kept out of the foreground, and it alone
-    is told.
-    """
-    signals = _signal_pipe()
-    keeper = os.getpid()
-
-    def stand_apart() -> None:
-        die_with(keeper, signal.SIGTERM)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may print, whatever `stty tostop` says
-
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,  # what asks a question from the background is stopped for good
-        process_group=0,
-        preexec_fn=stand_apart,
-    )
-    ended = os.pidfd_open(server.pid)
-    presses, terminated = 0, False
-    while (code := server.poll()) is None:
-        ready, _, _ = select.select([signals, ended], [], [], REMIND_S)
-        if terminated and not ready:
-            server.terminate()
-        for number in os.read(signals, 64) if signals in ready else b"":
-            presses += number == signal.SIGINT
-            if number == signal.SIGTSTP:
-                _pause(server)
-            elif number == signal.SIGINT and presses > 1:
-                _signal_all(server, signal.SIGINT if presses == 2 else signal.SIGKILL)
-            else:
-                server.terminate()
-                terminated = True
-                if number == signal.SIGINT:
-                    console.note(_CLOSING)
-    if presses:
-        return EXIT_INTERRUPTED
-    return code if code >= 0 else 128 - code
-
-
-def _signal_pipe() -> int:
-    """From where the numbers of signals can be read from now on; none is lost, or comes while
-    nobody expects it."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, frame: None)
-    return reader
-
-
-def _pause(server: subprocess.Popen[bytes]) -> None:
-    _signal_all(server, signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    _signal_all(server, signal.SIGCONT)
-
-
-def _signal_all(server: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, number)

@@ -93,6 +93,17 @@ class Sleep(enum.Enum):
     that, and by others whose names say so."""
 
 
+class Misses(enum.Enum):
+    """What is done about requests that find less than their prompts."""
+
+    EXPLAIN = "explain"
+    """The reasons are counted, and `kvtier explain --request` tells them of the last requests."""
+    LOG = "log"
+    """The engine's log tells them, too: a line a request."""
+    IGNORE = "ignore"
+    """Nothing is remembered for it."""
+
+
 class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one file says: the tiers of a stack, fastest first, and what they share."""
 
@@ -123,6 +134,8 @@ class StackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What is brought into CPU memory before anybody asks for it."""
     retain: RetainSettings = RetainSettings()
     """What is kept because a request, a hint or `kvtier pin` asked for it."""
+    misses: Misses = Misses.EXPLAIN
+    """Whether an engine explains why requests find less than their prompts."""
     tiers: tuple[TierSettings, ...]
     """The tiers, in the order in which they are asked; the first must be host memory."""
 

@@ -477,6 +477,11 @@ class CostModel:
         self._prefill.tried(offers[-1].stop - (offers[best].stop if best >= 0 else start))
         return self._probes.longer_offer(offers, best, start, now)
 
+    def weigh(self, loads: Sequence[LoadRun], start: int, stop: int) -> tuple[float, float]:
+        """How long these loads are expected to take, and computing tokens `start:stop` instead, as
+        the last decision took them."""
+        return self._loads.slowest(loads, self._clock())[0], self._recompute(start, stop)
+
     @property
     def prefill_rate(self) -> float:
         """Tokens that the engine computes in a second at the head of a prompt; 0 while unknown."""

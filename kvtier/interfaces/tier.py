@@ -7,6 +7,7 @@ is the `Handler` (`kvtier.interfaces.handler`), which moves the bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -15,6 +16,7 @@ from kvtier.interfaces.write_budget import WriteAllowance
 from kvtier.types import (
     BlockKey,
     EventKind,
+    Fate,
     FilePlace,
     LoadStoreSpec,
     Namespace,
@@ -118,6 +120,11 @@ class Tier(ABC):
     @abstractmethod
     def take_events(self) -> list[TierEvent]:
         """What became visible or vanished since the last call, oldest first."""
+
+    def take_lost(self) -> Sequence[tuple[Sequence[BlockKey], Fate]]:
+        """What it lost since the last call though nobody asked it to make room or to forget, and
+        how: to others, to its capacity. It tells why a request misses, and may be incomplete."""
+        return ()
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -251,3 +258,27 @@ class Events:
     def clear(self) -> None:
         """Tell nothing of all this."""
         self._kind_of, self._recent, self._keys = {}, [], 0
+
+
+class Losses:
+    """What a tier lost to others, or to its capacity, until somebody asks; the last of it, if
+    nobody does."""
+
+    def __init__(self) -> None:
+        self._lost: deque[tuple[Sequence[BlockKey], Fate]] = deque()
+        self._keys = 0
+
+    def add(self, keys: Collection[BlockKey], fate: Fate) -> None:
+        """These are gone."""
+        if keys:
+            self._lost.append((list(keys)[:_KEYS_MAX], fate))
+            self._keys += len(self._lost[-1][0])
+            while self._keys > _KEYS_MAX:
+                self._keys -= len(self._lost.popleft()[0])
+
+    def take(self) -> Sequence[tuple[Sequence[BlockKey], Fate]]:
+        """All of it, oldest first."""
+        if not self._lost:
+            return ()
+        taken, self._lost, self._keys = self._lost, deque(), 0
+        return taken

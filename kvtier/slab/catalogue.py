@@ -14,13 +14,14 @@ from copy import copy
 from kvtier.errors import NotResident
 from kvtier.eviction import UNKNOWN, EvictionPolicy
 from kvtier.eviction.retention import RetainedBlocks, RetainingPolicy
-from kvtier.interfaces.tier import Events, Tier
+from kvtier.interfaces.tier import Events, Losses, Tier
 from kvtier.slab import layout
 from kvtier.slab.layout import runs
 from kvtier.slab.recovery import Slots, Survivors, Times, Uses
 from kvtier.types import (
     BlockKey,
     EventKind,
+    Fate,
     LoadStoreSpec,
     Outcome,
     Presence,
@@ -135,6 +136,7 @@ class SlabTier(Tier):
         self._free: deque[int] = deque()
         self._quarantine: deque[int] = deque()
         self._events = Events()
+        self._losses = Losses()
         self._stats = TierStats(medium)
 
     # -- lookups ---------------------------------------------------------------------------
@@ -463,6 +465,9 @@ class SlabTier(Tier):
 
     def take_events(self) -> list[TierEvent]:
         return self._events.take(self.medium)
+
+    def take_lost(self) -> Sequence[tuple[Sequence[BlockKey], Fate]]:
+        return self._losses.take()
 
     def stats(self) -> TierStats:
         stats = self._stats

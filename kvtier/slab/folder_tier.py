@@ -26,7 +26,7 @@ from kvtier.slab.numbering import Copies, Places, SlotPlace
 from kvtier.slab.recovery import give_back_memory
 from kvtier.slab.retention_list import KeptList
 from kvtier.slab.watch import SlabUpdate
-from kvtier.types import BlockKey, EventKind, Outcome, TierStats
+from kvtier.types import BlockKey, EventKind, Fate, Outcome, TierStats
 
 LISTS_MAX = 64
 """The oldest lists beyond are removed: of engines whose names nobody uses any more."""
@@ -71,7 +71,16 @@ T = TypeVar("T", bound="FolderTier")
 
 _IN_TURN = (
     *("prepare_load", "complete_load", "prepare_store", "complete_store", "touch", "tick"),
-    *("forget", "clear", "carry_uses", "victims", "victims_within", "take_events", "stats"),
+    *(
+        "forget",
+        "clear",
+        "carry_uses",
+        "victims",
+        "victims_within",
+        "take_events",
+        "take_lost",
+        "stats",
+    ),
     *("take_recovered", "forget_recovered", "take_hottest", "forget_hottest"),
     *("retain_at_most", "retain", "release", "retained_for"),
 )
@@ -270,7 +279,7 @@ class FolderTier(SlabTier):
             return len(update.written)
         if update.gone:
             if place is not None:
-                self._lose([place])
+                self._lose([place], Fate.REMOVED if place.mine else Fate.ELSEWHERE)
         elif update.remove is not None:
             if place is not None and place.mine:
                 self._let_go(place, remove=update.remove)
@@ -289,7 +298,9 @@ class FolderTier(SlabTier):
             keys = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
             if self._opened:
                 found = {key for key in keys if self._where.get(key) in place.slots}
-                self._events.add(EventKind.REMOVED, before.difference(self._where))
+                gone = before.difference(self._where)
+                self._events.add(EventKind.REMOVED, gone)
+                self._losses.add(gone, Fate.ELSEWHERE)
                 self._events.add(EventKind.STORED, found.difference(before))
             self._offer(self._copies.take(before))
         elif update.changes is not None:
@@ -359,6 +370,7 @@ class FolderTier(SlabTier):
             if old is not None and old != key and where.get(old) == slot:
                 gone.append(old)
         self._drop(gone)
+        self._losses.add(gone, Fate.ELSEWHERE)
         self._offer(now)
 
     def _offer(self, found: Iterable[tuple[int, BlockKey]]) -> None:
@@ -393,7 +405,7 @@ class FolderTier(SlabTier):
             self._copies.take(self._copies.held_in(place.slots))
         return set(keys)
 
-    def _lose(self, places: Collection[SlotPlace]) -> None:
+    def _lose(self, places: Collection[SlotPlace], fate: Fate) -> None:
         """Slabs have been removed by somebody, or their files have been."""
         of, mine = self._places.of, {place for place in places if place.mine}
         if mine:  # of others, of which thousands may go one after the other, there is nothing here
@@ -404,6 +416,7 @@ class FolderTier(SlabTier):
             self._places.lose(place)
             forgotten = self._forget_place(place)
             self._events.add(EventKind.REMOVED, forgotten)
+            self._losses.add(forgotten, fate)
             self._offer(self._copies.take(forgotten))
 
     def _let_go(self, place: SlotPlace, *, remove: bool) -> None:
@@ -411,7 +424,7 @@ class FolderTier(SlabTier):
         if self._busy(place):
             return
         if remove:
-            self._lose([place])
+            self._lose([place], Fate.FOR_CAPACITY)
         else:
             self._own(place, mine=False)
             self._policy.remove(place.slots)
@@ -523,7 +536,7 @@ class FolderTier(SlabTier):
 
     def _give_up_slabs(self) -> None:
         mine = [place for place in self._places.by_slab.values() if place.mine]
-        self._lose(mine)
+        self._lose(mine, Fate.REMOVED)
         for place in mine:
             self._keeper.release(place.slab.id, remove=True)
 

@@ -10,10 +10,10 @@ Importing this package imports neither vLLM nor torch; asking for the connector 
   `hints.py` and `waiting_prefetches.py`: what it knows of requests and of the engine
 - `worker.py`: the copies of one rank; `protocol.py`: what manager and workers tell each other
 - `metrics.py` and `events.py`: what is told of it
+- `misses.py`, `other_namespaces.py`, `miss_socket.py`: why requests found no more, and who asks
 - `identity/`: namespaces, keys and fingerprints
 - `secondary.py`: a stack below vLLM's own CPU tier, without the connector
 - `plugin.py`: what vLLM runs before it reads its settings
-- `guard.py`: no exception of kvtier's reaches vLLM
 - `server_process.py` and `tiny_model.py`: a server and a small model, for the command line
 """
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -16,11 +17,11 @@ from typing import Any
 import vllm
 
 from kvtier.config import StackConfig
+from kvtier.guard import guarded
 from kvtier.system.calls import WaitBound
 from kvtier.types import Namespace
 from kvtier.vllm import deferrals, metrics, unsupported_modes
 from kvtier.vllm.events import DescribedEvents, place_of
-from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, scheduler, worker
 from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 from kvtier.vllm.hooks.idle_requests import IdleRequests
@@ -89,6 +90,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _share_log()
+        if multiprocessing.parent_process() is not None:  # not in a program of the user's
+            engine.end_without_garbage_collection()
         check_version(vllm.__version__)
         stack = settle(vllm_config, kv_cache_config)
         # Else another connector brings prompts from engine to engine.
@@ -282,6 +285,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         self._engine_cache.fill()
         stop = 0 if num_external_tokens else request.num_tokens
         self._chain.scheduled(request.request_id, request.num_computed_tokens, stop)
+        if num_external_tokens or self._hands_over:  # else another connector may load it
+            prompt = partial(scheduler.prompt_of, request)
+            self._chain.explain(request.request_id, num_external_tokens, prompt)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
@@ -352,7 +358,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         # Asked at the end of every step, in their order; and that alone is.
         if self.connector_scheduler is not None:
-            self._manager.pace.ended()
+            self._manager.load.ended()
             if self._waits and self._manager.copying():
                 time.sleep(_PAUSE_S)
         return super().get_kv_connector_stats()
@@ -412,6 +418,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, *arguments: Any) -> Any:
+        engine.end_without_garbage_collection()
         # In this process __init__ has never run: say whose metrics these are.
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(SPEC)
         types = metrics.latest_gauges(metric_types)

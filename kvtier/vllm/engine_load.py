@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
+
+import msgspec
 
 from kvtier.cost.model import CostModel
 from kvtier.vllm.requests import Requests
@@ -23,6 +25,7 @@ _TOGETHER = 8
 _FOLLOWS = 1.1
 """By how much each step without prompts moves what such steps are expected to take."""
 _PROMPT_TOKENS_MIN = 32
+_UNTOLD_MAX = 10_000
 
 
 def prompt_tokens(scheduled: Any) -> tuple[int, int]:
@@ -128,6 +131,75 @@ class StepTimes:
         return max(0.0, left - done) if left < math.inf else 0.0
 
 
+class FirstToken(NamedTuple):
+    """How long a request waited for its first token, and how its prompt was got."""
+
+    prompt: str
+    seconds: float
+    tokens: int
+
+
+class _Prompt(msgspec.Struct):
+    added: float
+    got: str = "computed"
+    stop: int = 0
+
+
+class FirstTokens:
+    """Times each request from when it was added to the end of the step that completes its prompt.
+
+    A prompt is `loaded` if something of it came from a tier, `engine` if the engine itself had some
+    of it and no tier was asked, and `computed` else. On the scheduler's thread.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._prompts: dict[str, _Prompt] = {}
+        self._completed: deque[list[_Prompt]] = deque()
+        """By step, those of the steps that have begun."""
+        self._samples: deque[FirstToken] = deque(maxlen=_UNTOLD_MAX)
+
+    def added(self, request: str) -> None:
+        """It comes into the engine's queue."""
+        self._prompts[request] = _Prompt(self._clock())
+
+    def loads(self, request: str) -> None:
+        """Some of it comes from a tier."""
+        if (prompt := self._prompts.get(request)) is not None:
+            prompt.got = "loaded"
+
+    def admitted(self, request: str, start: int, stop: int) -> None:
+        """Tokens `start:stop` of it will be computed."""
+        prompt = self._prompts.get(request)
+        if prompt is not None and stop > start:
+            prompt.stop = stop
+            if start and prompt.got != "loaded":
+                prompt.got = "engine"
+
+    def began(self, completed: Collection[str]) -> None:
+        """A step begins that computes these prompts to their ends."""
+        if len(self._completed) >= _AHEAD_MAX:
+            self._completed.clear()
+        found = (self._prompts.pop(request, None) for request in completed)
+        self._completed.append([prompt for prompt in found if prompt is not None])
+
+    def ended(self) -> None:
+        """The oldest step is complete."""
+        now = self._clock()
+        for each in self._completed.popleft() if self._completed else ():
+            self._samples.append(FirstToken(each.got, now - each.added, each.stop))
+
+    def gone(self, request: str) -> None:
+        """It ends, perhaps without a token."""
+        self._prompts.pop(request, None)
+
+    def take(self) -> list[FirstToken]:
+        """Those since the last call."""
+        found = [*self._samples]
+        self._samples.clear()
+        return found
+
+
 class EngineLoad:
     """Knows who waits for the engine, the prompts that it has begun, or is about to, and what is
     left of each; and tells the cost model, which asks before each decision.
@@ -146,6 +218,7 @@ class EngineLoad:
         self._requests = requests
         self._costs = costs
         self.pace = StepTimes(costs, clock)
+        self.first_tokens = FirstTokens(clock)
         self._left: dict[str, tuple[int, int]] = {}
         self._seconds: float | None = 0.0
         """How long all of that takes to compute; None if it is to be reckoned anew."""
@@ -154,16 +227,27 @@ class EngineLoad:
         """The engine will compute tokens `start:stop` of a request from this step on."""
         if stop > start:
             self._left[request], self._seconds = (start, stop), None
+            self.first_tokens.admitted(request, start, stop)
 
     def stepped(self, each: Mapping[str, int]) -> None:
         """A step begins that computes so many tokens of each."""
         self._requests.stepped()
+        completed = []
         for request, (start, stop) in list(self._left.items()):
-            self.gone(request)
-            self.admitted(request, start + each.get(request, 0), stop)
+            self._left[request], self._seconds = (start + each.get(request, 0), stop), None
+            if self._left[request][0] >= stop:
+                del self._left[request]
+                completed.append(request)
+        self.first_tokens.began(completed)
+
+    def ended(self) -> None:
+        """The oldest step is complete."""
+        self.pace.ended()
+        self.first_tokens.ended()
 
     def gone(self, request: str) -> None:
         """It has ended."""
+        self.first_tokens.gone(request)
         if self._left.pop(request, None) is not None:
             self._seconds = None
 

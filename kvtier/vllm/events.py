@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvtier.guard import guarded
 from kvtier.types import BlockKey, EventKind, TierEvent, group_of
-from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks.interfaces import (
     BlockRemoved,
     BlockStored,

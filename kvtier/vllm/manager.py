@@ -18,6 +18,7 @@ import msgspec
 from kvtier.chain.hits import Decision, Shape, junction
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.plan import HOST, JOINING
+from kvtier.config import Misses
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
 from kvtier.stack import Stack
@@ -25,6 +26,8 @@ from kvtier.types import BlockKey, Outcome
 from kvtier.vllm.deferrals import Deferrals, LoadDeadlines
 from kvtier.vllm.engine_load import EngineLoad
 from kvtier.vllm.hints import Hints
+from kvtier.vllm.misses import PromptFacts, RequestMisses
+from kvtier.vllm.other_namespaces import OtherNamespaces
 from kvtier.vllm.protocol import NO_SLOT, RecordGeometry, Report, WorkerJob
 from kvtier.vllm.requests import Event, HandoverDeferral, Requests, RequestState
 from kvtier.vllm.waiting_prefetches import WaitingPrefetches
@@ -112,6 +115,11 @@ class ChainManager:
         self.hints = Hints(
             self.chain, namespace, self._requests, lambda: (self.shapes, self._epoch), clock
         )
+        self.other_namespaces = OtherNamespaces(stack.config, namespace)
+        self.misses: RequestMisses | None = None
+        if (wanted := stack.config.misses) is not Misses.IGNORE:
+            elsewhere, log = self.other_namespaces.find, wanted is Misses.LOG
+            self.misses = RequestMisses(self.chain, namespace, elsewhere, clock, log=log)
         self.failed_loads = self.late_loads = self.failed_stores = 0
 
     # -- keys ------------------------------------------------------------------------------
@@ -123,6 +131,7 @@ class ChainManager:
         nobody knows. What is not `identified` yet is told later (`identify`)."""
         state = RequestState(identified=False, refused=True)
         self._requests.add(request, state)
+        self.load.first_tokens.added(request)
         if identified:
             state.identify(salt)
 
@@ -261,6 +270,7 @@ class ChainManager:
     def prepare_load(self, keys: Collection[bytes], request: str) -> WorkerJob:
         """Take blocks in for a request. Cannot refuse: what is missing fails on the worker."""
         state = self._requests.of(request)
+        self.load.first_tokens.loads(request)
         state.decision = Decision()
         state.refused = True  # should this raise, the load fails, and must not be tried for ever
         wanted = state.known_as(list(keys), self._epoch)
@@ -288,6 +298,15 @@ class ChainManager:
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""
         return self._requests.of(request).sources.get(key, HOST)
+
+    def explain(self, request: str, loads: int, prompt: Callable[[], PromptFacts]) -> None:
+        """It loads so many tokens, and computes the rest: note why, the first time."""
+        state = self._requests.get(request)
+        if self.misses is None or state is None or state.explained:
+            return
+        if state.hits is None and not state.refused:
+            return  # vLLM asked for nothing
+        self.misses.explain(request, state, self.shapes, loads, prompt(), self._epoch)
 
     # -- stores ----------------------------------------------------------------------------
 
@@ -369,6 +388,8 @@ class ChainManager:
         pending.tell_of_loss(failed.values(), late)
         self.late_loads += late
         self.failed_loads += not late
+        if state is not None and self.misses is not None:
+            self.misses.load_failed(pending.request, state, self.shapes, failed, late=late)
         if state is not None:
             state.refused = not late
             state.decision = Decision(at_hand=late)
@@ -437,4 +458,5 @@ class ChainManager:
 
     def close(self) -> None:
         """Close the stack."""
+        self.other_namespaces.close()
         self.stack.close()

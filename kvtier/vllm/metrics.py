@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from prometheus_client import Gauge
 
+from kvtier import guard
 from kvtier.chain.stats import ChainStats
 from kvtier.cost.rates import LinkCosts
 from kvtier.interfaces.write_budget import WriteStats
-from kvtier.vllm import guard
+from kvtier.types import TierStats
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.protocol import Report
@@ -21,6 +23,8 @@ from kvtier.vllm.protocol import Report
 _EVERY_S = 0.5
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_TRANSFER, _FIRST_TOKEN = "kvtier:transfer_seconds", "kvtier:first_token_seconds"
+_FIRST_TOKEN_TOKENS = "kvtier:first_token_prompt_tokens"
 _DOWN, _MISSES = "kvtier:tier_down", "kvtier:miss_blocks"
 _ENDURANCE = "kvtier:drive_endurance_used_ratio"
 
@@ -73,8 +77,17 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier",),
     ),
     "kvtier:ignored_hints": ("Hints that are not known, or not as they should be", ("reason",)),
+    "kvtier:missed_requests": (
+        "Requests that found less than their prompts, by the reason of the first missing token",
+        ("reason",),
+    ),
+    "kvtier:missed_tokens": ("The tokens that they computed for it", ("reason",)),
     "kvtier:failed_loads": ("Requests that were recomputed because a load failed", ()),
     "kvtier:late_loads": ("Loads that took longer than computing, and were not waited for", ()),
+    _FIRST_TOKEN_TOKENS: (
+        "Tokens of the prompts that kvtier:first_token_seconds counts",
+        ("prompt",),
+    ),
     "kvtier:copied_bytes": ("Bytes between the device and the CPU tier, all ranks", ()),
     "kvtier:direct_bytes": ("Bytes from files straight into the device, all ranks", ()),
     "kvtier:mover_restarts": ("Deaths of the mover's process", ()),
@@ -117,7 +130,26 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier",),
     ),
 }
-_TRANSFER = "kvtier:transfer_seconds"
+# Of vLLM's own offloading, with the same meaning: who watches that sees kvtier in the same panels.
+# What vLLM's connector itself counts (vllm:kv_offload_load_bytes and so on) it counts here, too.
+_TIERING = "vllm:kv_offload_tiering"
+_VLLM_COUNTERS = {
+    f"{_TIERING}_read_bytes": "Total bytes read from a lower tier into the CPU tier",
+    f"{_TIERING}_read_time": "Total time spent reading from a lower tier, in seconds",
+    f"{_TIERING}_write_bytes": "Total bytes written to a lower tier",
+    f"{_TIERING}_write_time": "Total time spent writing to a lower tier, in seconds",
+    f"{_TIERING}_chunk_queries": "Chunks that a tier was asked for: none above it had them",
+    f"{_TIERING}_chunk_hits": "The part of these that it had",
+}
+_USAGE = "vllm:kv_offload_cpu_cache"
+_VLLM_GAUGES = {
+    f"{_USAGE}_usage_perc": "Fraction of the CPU tier that active transfers hold",
+    f"{_USAGE}_write_usage_perc": "Fraction of the CPU tier into which blocks are on their way",
+    f"{_USAGE}_read_usage_perc": "Fraction of the CPU tier that is being read",
+}
+_ALLOCATION = "vllm:kv_offload_cpu_allocation_size"
+_ALLOCATION_SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_UNTOLD_MAX = 10_000
 _JOINED: dict[str, Callable[..., float]] = {_DOWN: max, _MISSES: min, _ENDURANCE: max}
 
 
@@ -128,8 +160,21 @@ def definitions(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = interfaces.OffloadingCounterMetadata(text, labels)
     for name, (text, labels) in _GAUGES.items():
         found[name] = interfaces.OffloadingGaugeMetadata(text, labels)
+    for name, text in _VLLM_COUNTERS.items():
+        found[name] = interfaces.OffloadingCounterMetadata(text, ("tier",))
+    for name, text in _VLLM_GAUGES.items():
+        found[name] = interfaces.OffloadingGaugeMetadata(text, ())
+    found[_ALLOCATION] = interfaces.OffloadingHistogramMetadata(
+        "Chunks that each request for room to store asks for", (), _ALLOCATION_SIZES
+    )
     found[_TRANSFER] = interfaces.OffloadingHistogramMetadata(
         "Seconds from the queueing of a transfer to its end", ("source", "target"), _SECONDS
+    )
+    found[_FIRST_TOKEN] = interfaces.OffloadingHistogramMetadata(
+        "Seconds from a request's arrival to its first token, by whether something of its prompt "
+        "was loaded from a tier, the engine itself had some of it, or all was computed",
+        ("prompt",),
+        _SECONDS,
     )
     return found
 
@@ -165,6 +210,24 @@ def _written(
         yield _ENDURANCE, label, budget.drive_used
 
 
+def _as_vllm_counts(found: ChainStats, index: int) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What vLLM's tiering counts of a tier below the first."""
+    label, read, written = (found.tiers[index].medium,), found.reads[index], found.writes[index]
+    queries, missed = found.misses[index - 1], found.misses[index]
+    values = (read.bytes, read.seconds, written.bytes, written.seconds, queries, queries - missed)
+    for name, value in zip(_VLLM_COUNTERS, values, strict=True):
+        yield name, label, value
+
+
+def _usage(host: TierStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """How much of host memory is not at rest."""
+    held = host.blocks + host.in_flight
+    block = host.bytes_used / held / host.bytes_capacity if held and host.bytes_capacity else 0.0
+    arriving, read = host.in_flight * block, host.pinned * block
+    for name, value in zip(_VLLM_GAUGES, (arriving + read, arriving, read), strict=True):
+        yield name, (), value
+
+
 class Meter:
     """Reads the chain's counters twice a second, and when nothing else is left to do.
 
@@ -176,8 +239,13 @@ class Meter:
         self._clock = clock
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
         self._copied = self._direct = self._mistakes = 0
+        self._allocations: deque[int] = deque(maxlen=_UNTOLD_MAX)
         self._next = 0.0
         self._unread = True
+
+    def asked_for_room(self, chunks: int) -> None:
+        """Room was asked for, to store so many."""
+        self._allocations.append(chunks)
 
     def reported(self, report: Report) -> None:
         """Count what workers have copied."""
@@ -222,6 +290,12 @@ class Meter:
                 stats.set_gauge(name, value, labels)
         for sample in chain.take_samples():
             stats.observe_histogram(_TRANSFER, sample.seconds, (sample.source, sample.target))
+        for chunks in self._allocations:
+            stats.observe_histogram(_ALLOCATION, chunks)
+        self._allocations.clear()
+        for first in self._manager.load.first_tokens.take():
+            stats.observe_histogram(_FIRST_TOKEN, first.seconds, (first.prompt,))
+            stats.increase_counter(_FIRST_TOKEN_TOKENS, first.tokens, (first.prompt,))
         return None if stats.is_empty() else stats
 
     def _counters(self, found: ChainStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -245,6 +319,8 @@ class Meter:
             yield "kvtier:warmed_blocks", label, ahead.warmed[index]
             for reason, count in found.failures[index].items():
                 yield "kvtier:load_failures", (tier.medium, reason), count
+            if index:
+                yield from _as_vllm_counts(found, index)
         for link in found.links:
             yield "kvtier:written_bytes", (link.target,), link.bytes_written
             for reason, count in link.drops.items():
@@ -257,6 +333,10 @@ class Meter:
         yield "kvtier:prefetch_saved_seconds", (), found.prefetch.saved_seconds
         for reason, count in self._manager.hints.ignored.items():
             yield "kvtier:ignored_hints", (reason,), count
+        if self._manager.misses is not None:
+            for why, (requests, tokens) in self._manager.misses.counts.items():
+                yield "kvtier:missed_requests", (why.label,), requests
+                yield "kvtier:missed_tokens", (why.label,), tokens
         yield "kvtier:failed_loads", (), self._manager.failed_loads
         yield "kvtier:late_loads", (), self._manager.late_loads
         yield "kvtier:copied_bytes", (), self._copied
@@ -276,6 +356,7 @@ class Meter:
             yield "kvtier:bytes_capacity", label, tier.bytes_capacity
             yield "kvtier:reading_blocks", label, tier.pinned
             yield "kvtier:retained_blocks", label, tier.retained
+        yield from _usage(found.tiers[0])
         for tier, budget in zip(found.tiers, found.budgets, strict=False):
             if budget is not None:
                 yield from _written(budget, (tier.medium,))

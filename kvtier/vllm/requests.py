@@ -143,6 +143,8 @@ class RequestState(msgspec.Struct):
     """Another engine has computed its prompt, and not all of that is in a tier yet."""
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
+    explained: bool = False
+    """It was told once why not all of its prompt was found."""
 
     @property
     def asked(self) -> tuple[int, int]:
@@ -219,14 +221,23 @@ class RequestState(msgspec.Struct):
         """Where the last of its chunks ends."""
         return max(len(known) * shapes[group].tokens for group, _, known in self.columns)
 
-    def furthest(self, shapes: Mapping[int, Shape]) -> tuple[dict[BlockKey, int], int]:
-        """The keys of the longest hit that there could be, with the token at which each block
-        begins, in the order of these; and the token at which the hit would end."""
+    def stop(self, shapes: Mapping[int, Shape]) -> int:
+        """The token at which the longest hit would end that there could be."""
         spans = [Span(shapes[group], known, 0) for group, _, known in self.columns]
         windows = [span.shape for span in spans if span.shape.window is not None]
         # The engine keeps windows so that the prompt's last token can be computed with them.
         limit = self.limit - (bool(windows) and not any(shape.recurrent for shape in windows))
-        stop = last_stop(spans, limit)
+        return last_stop(spans, limit)
+
+    def is_windowed(self, key: BlockKey) -> bool:
+        """Whether one of its blocks is of a group that keeps less than the whole prompt."""
+        return key in self.ends and self.ends[key][1]
+
+    def furthest(self, shapes: Mapping[int, Shape]) -> tuple[dict[BlockKey, int], int]:
+        """The keys of the longest hit that there could be, with the token at which each block
+        begins, in the order of these; and the token at which the hit would end."""
+        spans = [Span(shapes[group], known, 0) for group, _, known in self.columns]
+        stop = self.stop(shapes)
         needed = sorted(
             (at * span.shape.tokens, span.keys[at])
             for span in spans

@@ -30,12 +30,12 @@ from kvtier.device.cpu import CpuCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.records import RankRecords
 from kvtier.errors import ConfigError
+from kvtier.guard import guarded
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.interfaces.mover import TransferKind
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome, Presence
 from kvtier.vllm import unsupported_modes
-from kvtier.vllm.guard import guarded
 from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, tiering
 from kvtier.vllm.hooks.versions import check_version, warn_if_untested
 from kvtier.vllm.identity import namespace_facts

@@ -30,6 +30,31 @@ _END_LINES = 30
 _NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind\.")
 
 
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_OF_ENGINES = ("engine", "model_name")
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+"""The numbers of a /metrics, by name and labels."""
+
+
+def samples_of(text: str) -> Samples:
+    """The samples of a /metrics, those of several engines added up."""
+    found: Samples = {}
+    for line in text.splitlines():
+        sample = _SAMPLE.fullmatch(line)
+        if sample is None:
+            continue
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        pairs = _LABEL.findall(sample[2] or "")
+        key = (sample[1], frozenset(pair for pair in pairs if pair[0] not in _OF_ENGINES))
+        found[key] = found.get(key, 0.0) + value
+    return found
+
+
 class NotStarted(KVTierError):
     """vLLM did not start: `lines` are the end of its log."""
 
@@ -127,18 +152,9 @@ class Server:
 
     # -- metrics -----------------------------------------------------------------------------
 
-    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """All samples of /metrics by name and labels, without those that name the engine."""
-        found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-        for line in self.get("/metrics").splitlines():
-            sample = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
-            if sample is None:
-                continue
-            pairs = re.findall(r'(\w+)="([^"]*)"', sample[2] or "")
-            labels = frozenset(pair for pair in pairs if pair[0] not in ("engine", "model_name"))
-            key = (sample[1], labels)
-            found[key] = found.get(key, 0.0) + float(sample[3])
-        return found
+    def metrics(self) -> Samples:
+        """All samples of /metrics."""
+        return samples_of(self.get("/metrics"))
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all samples that have these labels; 0 if there are none."""

@@ -18,13 +18,14 @@ from kvtier import config as stack_config
 from kvtier.chain.hits import Shape
 from kvtier.cost.model import CostModel
 from kvtier.device.layout import HeadShape
+from kvtier.errors import KVTierError
+from kvtier.guard import guarded, never_raising
 from kvtier.interfaces.backend import backend
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.stack import Stack
 from kvtier.system.memory import Topology
 from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
-from kvtier.vllm.guard import guarded, never_raising
 from kvtier.vllm.hooks import interfaces
 from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
@@ -32,6 +33,7 @@ from kvtier.vllm.hooks.worker import WorkerJobSpec
 from kvtier.vllm.identity.lora_adapters import Adapters
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.metrics import Meter, definitions
+from kvtier.vllm.miss_socket import MissSocket
 from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import (
     check_first_tier,
@@ -135,7 +137,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
         self._meter, self._adapters = Meter(manager), Adapters()
         # For what vLLM does not ask, and kvtier's connector does:
-        self.chain_manager, self.pace = never_raising(manager), never_raising(manager.load.pace)
+        self.chain_manager, self.load = never_raising(manager), never_raising(manager.load)
         self.meter, self.adapters = never_raising(self._meter), never_raising(self._adapters)
         self._events = events
         self._keeps, self._pauses = keeps, False
@@ -144,6 +146,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         self._unidentified = set[str]()
         """Requests with adapters whose files are being looked at."""
         self._next_poll = 0.0
+        self._miss_socket = _explain_misses(manager)
         self.has_events = False
         """Whether something may have changed in the tiers since their events were taken."""
         self._incomplete: Incomplete = lambda _keys, _context: set()
@@ -183,6 +186,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: interfaces.PrepareStoreOutput([], None, []))
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         self.has_events = True
+        self._meter.asked_for_room(len(keys))
         incomplete = self._incomplete(keys, req_context)
         complete = [key for key in keys if key not in incomplete]
         taken, worker_job = self._manager.prepare_store(complete, req_context.req_id)
@@ -322,4 +326,18 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def shutdown(self) -> None:
         self._adapters.close()
+        if self._miss_socket is not None:
+            self._miss_socket.close()
         self._manager.close()
+
+
+def _explain_misses(manager: ChainManager) -> MissSocket | None:
+    """Be ready for who asks why a request missed; an engine goes on without."""
+    if manager.misses is None:
+        return None
+    manager.other_namespaces.start()
+    try:
+        return MissSocket(manager.stack.config.name, manager.misses)
+    except (KVTierError, OSError) as error:
+        logger.warning("kvtier explain --request cannot ask this engine: %s", error)
+        return None

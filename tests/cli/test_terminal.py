@@ -16,15 +16,19 @@ from pathlib import Path
 import pytest
 
 KEEPER = """
-import sys
-from kvtier.cli import serve as terminal
-assert terminal.in_foreground()
-terminal.REMIND_S = float(sys.argv.pop(1))
-sys.exit(terminal.run_in_foreground(sys.argv[1:]))
+import os, subprocess, sys
+from kvtier.cli import supervisor
+supervisor.REMIND_S, supervisor.LEFT_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
+# As of a shell that has become this program.
+before = subprocess.Popen(["sleep", "600"], start_new_session=True)
+code = supervisor.run_server(sys.argv[1:], lambda: os.path.exists("/"))
+assert before.poll() is None
+before.kill()
+sys.exit(code)
 """
 
 # A server with an engine, which say what they hear. The first SIGTERM ends both, unless the server
-# is a stubborn one.
+# is a stubborn one. A careless one forgets its engine.
 SERVER = """
 import os, signal, subprocess, sys
 name, path, how = sys.argv[1:]
@@ -38,20 +42,24 @@ if name == "server":
 else:
     print("shown", flush=True)  # while there surely is a terminal
     say("up", os.getppid())
+    say("is", os.getpid())
 while True:
     number = signal.sigwait(numbers)
     say(signal.Signals(number).name)
-    if name == "server" and number == signal.SIGTERM and how == "obedient":
-        engine.kill()
-        engine.wait()
-        sys.exit()
+    if name == "server" and number == signal.SIGTERM and how != "stubborn":
+        if how == "obedient":
+            engine.kill()
+            engine.wait()
+        os._exit(0)
 """
 
 
 class Terminal:
     """A pseudo terminal in which somebody has started a server."""
 
-    def __init__(self, folder: Path, how: str = "obedient", remind_s: float = 60) -> None:
+    def __init__(
+        self, folder: Path, how: str = "obedient", remind_s: float = 60, left_s: float = 60
+    ) -> None:
         script, heard = folder / "server.py", folder / "heard"
         script.write_text(SERVER)
         os.mkfifo(heard)
@@ -65,7 +73,7 @@ class Terminal:
 
         command = [sys.executable, str(script), "server", str(heard), how]
         self.keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, str(remind_s), *command],
+            [sys.executable, "-c", KEEPER, str(remind_s), str(left_s), *command],
             stdin=other,
             stdout=other,
             stderr=other,
@@ -74,6 +82,7 @@ class Terminal:
         )
         os.close(other)
         self._group = int(self.next().removeprefix("engine up "))
+        self.engine = int(self.next().removeprefix("engine is "))
         self._server = os.pidfd_open(self._group)
 
     def next(self) -> str:
@@ -178,3 +187,18 @@ def test_ctrl_z_and_fg(terminal: Terminal) -> None:
     terminal.type(b"\x03")
     assert terminal.next() == "server SIGTERM"
     assert terminal.keeper.wait() == 130
+
+
+def test_an_engine_that_outlives_its_server_is_ended(tmp_path: Path) -> None:
+    """As one of vLLM's that was still starting; this one does not heed the first call, too."""
+    with contextlib.closing(Terminal(tmp_path, "careless", left_s=0.2)) as careless:
+        engine = os.pidfd_open(careless.engine)
+        careless.keeper.terminate()
+        assert [careless.next(), careless.next()] == ["server SIGTERM", "engine SIGTERM"]
+        assert careless.keeper.wait() == 0
+        assert select.select([engine], [], [], 0)[0], "it had ended before its keeper did"
+        os.close(engine)
+
+
+def test_a_terminal_is_told_when_the_server_is_up(terminal: Terminal) -> None:
+    terminal.shows("kvtier: the server is up, after ")

@@ -19,13 +19,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.doors)
             item.add_marker(pytest.mark.slow)
-            if "indexer" in item.fixturenames and not (PYTHON.exists() and has_vllm()):
+            if "indexer" in item.fixturenames and not (PYTHON.exists() and has("vllm")):
                 item.add_marker(pytest.mark.skip("needs vLLM and Dynamo: make test-doors"))
+            if "sglang" in item.fixturenames and not has("sglang"):
+                item.add_marker(pytest.mark.skip("needs SGLang: make test-sglang"))
 
 
-def has_vllm() -> bool:
+def has(name: str) -> bool:
     """Of the same name are this project's own tests, a folder without a file of its own."""
-    spec = find_spec("vllm")
+    spec = find_spec(name)
     return spec is not None and spec.origin is not None
 
 

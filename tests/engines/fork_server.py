@@ -1,4 +1,4 @@
-"""A process that has imported vLLM, and forks engines: most of an engine's start is importing.
+"""A process that has imported vLLM, or SGLang, and forks engines: most of their start is importing.
 
     python fork_server.py FD      # orders come from the socket FD, and answers go there
 
@@ -20,9 +20,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+_VLLM = ("vllm", "vllm.entrypoints.llm", "vllm.config")
+_SGLANG = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+)
 _ORDER_BYTES_MAX = 1 << 20
 _SEEDS = 2
 
@@ -138,11 +146,16 @@ def _become(order: dict[str, Any], answers: int, *standard: int) -> str:
     return script
 
 
-def main() -> None:
-    import vllm  # noqa: F401
-    from vllm import LLM  # noqa: F401
-    from vllm.config import PoolerConfig  # noqa: F401
+def _import_engine() -> None:
+    """Whose environment this is."""
+    spec = find_spec("sglang")
+    names = _SGLANG if spec is not None and spec.origin is not None else _VLLM
+    for name in names:
+        import_module(name)
 
+
+def main() -> None:
+    _import_engine()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
     gc.freeze()
     script = _serve(socket.socket(fileno=int(sys.argv[1])))

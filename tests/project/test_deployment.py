@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from kvtier.cli import app
+from kvtier.cli.serve import server_command
 from kvtier.config import load
 from kvtier.vllm.hooks.versions import REFERENCE
 
@@ -80,9 +81,8 @@ def test_the_compose_file() -> None:
 def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
     given, deployment, reached = documents()
     assert reached["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
-    text = given["data"]["stack.yaml"].replace("/kvtier/blocks", str(tmp_path))
     stack = tmp_path / "stack.yaml"
-    stack.write_text(re.sub(r"(\d+)GiB", r"\1MiB", text))  # it is that of another machine
+    stack.write_text(here(given["data"]["stack.yaml"], tmp_path))
     kinds = [tier.kind for tier in load(stack).tiers]
     assert kinds == ["cpu", "nvme", "object"]
     # By itself Kubernetes starts the new pod first, which waits for the GPU of the old one.
@@ -103,6 +103,50 @@ def test_the_manifest_of_kubernetes(tmp_path: Path) -> None:
     assert start["httpGet"] == {"path": "/health", "port": reached["spec"]["ports"][0]["port"]}
     assert Path(found["model"]).is_relative_to(mounts["models"])
     assert {each["name"] for each in pod["volumes"]} == set(mounts)
+
+
+def here(text: str, folder: Path) -> str:
+    """A stack of another machine, small enough for this one."""
+    return re.sub(r"(\d+)GiB", r"\1MiB", text).replace("/kvtier/blocks", str(folder))
+
+
+def test_values_for_production_stack(tmp_path: Path) -> None:
+    """Its chart runs vLLM's own command: these are the flags that `kvtier serve` would give it."""
+    values = yaml.safe_load((DEPLOY / "production-stack-values.yaml").read_text())
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    config = model["vllmConfig"]
+    assert config["enablePrefixCaching"]
+    assert config["tensorParallelSize"], "without it the chart mounts no /dev/shm"
+    flags = config["extraArgs"]
+    command = server_command("m", Path("stack.yaml"), [])[5:]
+    at = command.index("--kv-transfer-config"), flags.index("--kv-transfer-config")
+    ours, theirs = json.loads(command[at[0] + 1]), json.loads(flags[at[1] + 1])
+    stack = theirs["kv_connector_extra_config"].pop("stack")
+    del ours["kv_connector_extra_config"]["stack"]
+    assert ours == theirs
+    for words, where in ((command, at[0]), (flags, at[1])):
+        del words[where : where + 2]
+    assert sorted(command) == sorted(flags)
+    found = load(json.loads(here(json.dumps(stack), tmp_path)))
+    assert [tier.kind for tier in found.tiers] == ["cpu", "nvme", "object"]
+    assert {each["name"] for each in model["extraVolumes"]} == {
+        each["name"] for each in model["extraVolumeMounts"]
+    }
+
+
+def test_values_for_llm_d(tmp_path: Path) -> None:
+    values = yaml.safe_load((DEPLOY / "llm-d-values.yaml").read_text())
+    (server,), (given,) = values["decode"]["containers"], values["extraObjects"]
+    found = understood([*server["command"], *server["args"]])
+    assert found["rest"][:2] == ["--port", str(values["routing"]["servicePort"])]
+    mounts = {each["name"]: each["mountPath"] for each in server["volumeMounts"]}
+    assert str(found["config"]) == f"{mounts['stack']}/stack.yaml"
+    assert mounts["shm"] == "/dev/shm"
+    assert {each["name"] for each in values["decode"]["volumes"]} == set(mounts)
+    assert Path(found["model"]).is_relative_to(values["modelArtifacts"]["mountPath"])
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(here(given["data"]["stack.yaml"], tmp_path))
+    assert [tier.kind for tier in load(stack).tiers] == ["cpu", "nvme", "object"]
 
 
 def test_the_image_runs_what_the_manifest_calls() -> None:

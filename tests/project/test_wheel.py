@@ -82,7 +82,8 @@ def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def product_files() -> list[str]:
     library = [path.relative_to(ROOT) for path in (ROOT / "kvtier").rglob("*.py")]
     backends = ["kvtier" / path.relative_to(ROOT) for path in (ROOT / "backends").rglob("*.py")]
-    return sorted({str(path) for path in library + backends} | {"kvtier/py.typed"})
+    others = {"kvtier/py.typed", "kvtier/cli/top_page.html"}
+    return sorted({str(path) for path in library + backends} | others)
 
 
 def test_the_wheel_has_the_library_with_its_backends_once_and_nothing_else(wheel: Path) -> None:

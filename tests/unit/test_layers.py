@@ -28,6 +28,7 @@ LAYERS = {
     "stack": {"base", "core", "move", "observe", "config"},
     "testing": {"base", "core", "backends", "move", "observe", "config", "stack"},
     "vllm": {"base", "core", "move", "observe", "config", "stack", "backends", "device"},
+    "sglang": {"base", "core", "move", "config", "stack", "device"},
     "door": {"base", "config", "stack"},  # kvtier/__init__.py: the names that users begin with
     "cli": {
         *("base", "core", "move", "observe", "config", "stack"),
@@ -36,22 +37,26 @@ LAYERS = {
 }
 LAYER_OF = {
     "": "door",
-    **dict.fromkeys(("types", "errors", "amounts"), "base"),
+    **dict.fromkeys(("types", "errors", "amounts", "guard", "weight_fingerprints"), "base"),
     **dict.fromkeys(("record", "settings", "system", "interfaces", "inspect"), "core"),
     **dict.fromkeys(("eviction", "slab", "cost", "chain"), "core"),
     "stack": "stack",
     "__main__": "cli",
 }
 BUILT_IN = {"cpu", "nvme", "object", "memory"}
-HEAVY = {"torch", "triton", "llvmlite", "vllm", "boto3", "botocore", "kvikio", "transformers"}
+HEAVY = {
+    *("torch", "triton", "llvmlite", "kvikio", "boto3", "botocore"),
+    *("vllm", "sglang", "transformers"),
+}
 MAY_IMPORT_HEAVY = {
     "vllm": {"torch", "vllm", "transformers"},
+    "sglang": {"torch", "sglang"},
     "backends": {"boto3", "botocore", "kvikio"},
     "device": {"torch", "triton", "llvmlite", "kvikio"},
 }
 
 GUARDS = {
-    "kvtier/vllm/guard.py": "no exception may reach vLLM's scheduler",
+    "kvtier/guard.py": "no exception may reach an engine's scheduler",
     "kvtier/move/threads.py": "a handler's mistake must not end the thread that moves blocks",
     "kvtier/interfaces/backend.py": "a package of others may raise anything at import",
     "kvtier/chain/isolated_tier.py": "and when it is used",

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.vllm.guard import guarded
+from kvtier.guard import guarded
 
 
 class AllocatedBlocks:

@@ -9,6 +9,8 @@
   the kill are aborted in time for an orderly end, as vLLM does without such a timeout.
 - An engine without a process of its own is stepped by its caller, and only as long as there are
   requests: what the last of them store would stay on the device.
+- At its end, Python looks through all objects for cycles that nobody needs any more: 2.3 s of
+  processor time in each of vLLM's processes, one after the other. The system frees them anyway.
 - vLLM's engine does not notice when the process that started it is killed
   (https://github.com/vllm-project/vllm/issues/55510). It would stay, with the device's memory and
   the blocks in CPU memory, which have one owner.
@@ -16,8 +18,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -187,6 +191,12 @@ class Ending:
     def must_close(self, timeout_s: float) -> bool:
         """Whether an engine that is killed after so long has to close now."""
         return self._lasts(max(timeout_s - _CLOSING_S, timeout_s / 2))
+
+
+@functools.cache
+def end_without_garbage_collection() -> None:
+    """Spare this process the look at all of its objects when it has closed everything."""
+    atexit.register(gc.freeze)
 
 
 def _handle_shutdown(call: Callable[[], bool], core: Any) -> bool:

@@ -15,7 +15,7 @@ import math
 from itertools import compress
 from typing import Any
 
-from kvtier.vllm.guard import guarded
+from kvtier.guard import guarded
 from kvtier.vllm.hooks.block_pool import AllocatedBlocks
 
 

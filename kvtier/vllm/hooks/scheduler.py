@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtier.types import GROUP_BYTES, BlockKey, group_of
 from kvtier.vllm.hints import Action
+from kvtier.vllm.misses import PromptFacts
 from kvtier.vllm.waiting_prefetches import Waits
 
 # -- requests --------------------------------------------------------------------------------------
@@ -66,6 +67,15 @@ def hints_of(request: Any) -> tuple[object, list[Action]]:
     return request.kv_transfer_params, [
         Action(each.action_type, each.action_version, each.payload) for each in actions
     ]
+
+
+def prompt_of(request: Any) -> PromptFacts:
+    """A request's prompt. One with images, or that is made of embeddings, is not its tokens
+    alone."""
+    tokens = () if request.mm_features else request.prompt_token_ids or ()
+    adapter = request.lora_request
+    name = "" if adapter is None else adapter.name
+    return PromptFacts(request.num_prompt_tokens, tokens, request.cache_salt or "", name)
 
 
 def keep_state_at(request: Any, token: int) -> None:

@@ -271,7 +271,7 @@ _SCHEDULER = (
         "vllm.v1.request:Request",
         "request_id lora_request resumable mm_features kv_transfer_params kv_hints num_tokens() "
         "num_prompt_tokens num_computed_tokens block_hashes all_token_ids status priority "
-        "arrival_time skip_reading_prefix_cache shared_prefix_boundary",
+        "arrival_time skip_reading_prefix_cache shared_prefix_boundary prompt_token_ids cache_salt",
         used_by="scheduler.py",
         why="what a request is and when its turn comes; and vLLM keeps states and windows where a "
         "prompt diverges from others, which only kvtier knows of those in a tier",

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from kvtier.vllm import guard
+from kvtier import guard
 from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import crosses_degrees

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.system.calls import Attempt
-from kvtier.vllm.identity.weight_fingerprints import adapter_files, fingerprint_adapter
 from kvtier.vllm.protocol import Report
+from kvtier.weight_fingerprints import adapter_files, fingerprint_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvtier.errors import ConfigError
 from kvtier.record.record import VERSION as RECORD_VERSION
 from kvtier.types import ANY_DEGREE
-from kvtier.vllm.identity.weight_fingerprints import (
+from kvtier.weight_fingerprints import (
     fingerprint_folder,
     fingerprint_weights,
     folder_of,

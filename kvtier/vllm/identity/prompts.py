@@ -10,7 +10,10 @@ them: such keys only an engine can compute.
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +25,7 @@ import xxhash
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.system.disk import read_bounded
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, block_key
-from kvtier.vllm.identity.weight_fingerprints import adapter_files, fingerprint_adapter
+from kvtier.weight_fingerprints import adapter_files, fingerprint_adapter
 
 _SEED = "vllm-none-hash"
 """What vLLM derives the hash before the first block from, unless PYTHONHASHSEED is set."""
@@ -276,18 +279,34 @@ def _load_tokenizer(model: str | None) -> Any:
     if model is None:
         raise KVTierError("a text needs a tokenizer: name the model's folder with --model")
     try:
-        from transformers import AutoTokenizer
+        with _without_torch():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except ImportError as error:
         raise KVTierError(
             "a text needs a tokenizer: run this where vLLM is installed, or give tokens"
         ) from error
-    try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise KVTierError(
             f"{model} has no tokenizer here: name a folder that has one with --model ({reason})"
         ) from error
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Let transformers take torch for absent, unless it is imported already: no tokenizer needs it,
+    and importing it takes two thirds of the time."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # for which Python says "not found"
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # of that
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _tokens_of(line: _PromptLine, tokenizer: Callable[[], Any]) -> list[int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import xxhash
@@ -21,7 +23,9 @@ from kvtier.testing.subject import payload
 from kvtier.types import BlockKey, Namespace, block_key
 from kvtier.vllm.identity import prompts as prompts_module
 from kvtier.vllm.identity.prompts import Prompt, chunk_keys, chunk_tokens, read_prompts
-from kvtier.vllm.identity.weight_fingerprints import fingerprint_adapter
+from kvtier.vllm.miss_socket import MissSocket
+from kvtier.vllm.misses import Miss
+from kvtier.weight_fingerprints import fingerprint_adapter
 
 FACTS = {
     "model": "./model",
@@ -302,6 +306,54 @@ class TestExplain:
         assert "1 of 2 prompts are skipped" in done.err
         report = run("explain", "--prompts", path, "-c", stack_file)
         assert (len(report["answers"]), len(report["skipped"])) == (1, 1)
+
+
+class TestRequests:
+    """The command asks an engine in another process: here its socket alone."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[deque[Miss]]:
+        """What an engine of the stack has explained."""
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        known: Any = SimpleNamespace(latest=deque[Miss]())
+        answering = MissSocket("cli", known)
+        yield known.latest
+        answering.close()
+
+    def test_a_request_by_name_or_the_last_one(self, stack_file: Path, engine: deque[Miss]) -> None:
+        engine.append(Miss("cmpl-1-0-ab", 1.0, 900, 100, 412, 256, "evicted", "from nvme"))
+        engine.append(Miss("cmpl-2-0-cd", 2.0, 900, 0, 768))
+        shown = command("explain", "-c", stack_file, "--request", "cmpl-1", columns=300)
+        assert shown.out == (
+            "request cmpl-1-0-ab: 512 of 900 tokens found (100 by vLLM itself, 412 in the tiers); "
+            "256 missed from there on: the last tier that had it needed the room (from nvme)\n"
+        )
+        last = run("explain", "-c", stack_file, "--request", "last")["misses"]
+        assert [(each["request"], each["reason"]) for each in last] == [("cmpl-2-0-cd", "")]
+
+    def test_what_an_engine_does_not_know_is_looked_for_in_other_namespaces(
+        self, stack_file: Path, engine: deque[Miss]
+    ) -> None:
+        store(stack_file, ENGINE, 1)
+        store(stack_file, OTHER, 3)
+        ((_, key), *_) = chunk_keys(PROMPT, OTHER)[2:]
+        named = "not_computed", "", key.hex(), ENGINE.id
+        engine.append(Miss("r", 1.0, 200, 0, 64, 128, *named))
+        shown = command("explain", "-c", stack_file, "--request", "r", columns=300)
+        assert f"  the namespace {OTHER.id[:12]} has it\n    differs: dtype: bfloat16" in shown.out
+        (row,) = run("explain", "-c", stack_file, "--request", "r")["misses"]
+        assert row["elsewhere"] == {OTHER.id: ["dtype: bfloat16 here, float16 there"]}
+
+    def test_nobody_knows_it(self, stack_file: Path, engine: deque[Miss], tmp_path: Path) -> None:
+        asked = command("explain", "-c", stack_file, "--request", "r")
+        assert (asked.code, "none of the last 1024 requests" in asked.err) == (1, True)
+        other = tmp_path / "other.yaml"
+        other.write_text(stack_file.read_text().replace("name: cli", "name: other"))
+        asked = command("explain", "-c", other, "--request", "last")
+        assert (asked.code, "no engine of the stack 'other' runs" in asked.err) == (1, True)
+        for both in ([], ["--request", "r", "--prompts", stack_file]):
+            asked = command("explain", "-c", stack_file, *both)
+            assert (asked.code, "one of --prompts and --request" in asked.err) == (2, True)
 
 
 def test_prewarm_of_what_a_prompt_asks_for(

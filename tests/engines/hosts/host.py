@@ -422,7 +422,7 @@ class Host(Slowed):
         """What the counters say, and what is still held."""
         import msgspec
 
-        from kvtier.vllm import guard
+        from kvtier import guard
 
         manager = self._manager
         return {

@@ -122,3 +122,28 @@ def test_stores_tell_of_memory_that_is_not_pinned_before_the_first_load_is_decid
         asking.manager.report(worker_job.number, Report(1, pinned=pinned))
         seconds = costs.load_seconds(DEVICE, 1 << 30)
         assert seconds == fast if pinned else seconds > 2 * fast
+
+
+def test_first_tokens_are_timed_by_how_their_prompts_were_got() -> None:
+    clock = Clock()
+    load = EngineLoad(Requests(), None, clock)
+    first = load.first_tokens
+    for name in ("computed", "loaded", "engine", "aborted"):
+        first.added(name)
+    clock.now += 1
+    first.loads("loaded")
+    for name, start in (("computed", 0), ("loaded", 90), ("engine", 90), ("aborted", 0)):
+        load.admitted(name, start, 100)
+    load.stepped({"computed": 60, "loaded": 10})
+    load.gone("aborted")
+    clock.now += 1
+    load.stepped({"computed": 40, "engine": 10, "loaded": 1})  # scheduled ahead
+    clock.now += 1
+    load.ended()
+    assert first.take() == [("loaded", 3.0, 100)]
+    clock.now += 1
+    load.ended()
+    assert sorted(first.take()) == [("computed", 4.0, 100), ("engine", 4.0, 100)]
+    load.stepped({"computed": 1})
+    load.ended()
+    assert first.take() == [], "later tokens are not the first"

@@ -25,7 +25,7 @@ from kvtier.vllm.identity.namespace_facts import (
     environment_of,
     whole_name,
 )
-from kvtier.vllm.identity.weight_fingerprints import fingerprint_folder, fingerprint_weights
+from kvtier.weight_fingerprints import fingerprint_folder, fingerprint_weights
 
 
 def test_the_same_bytes_have_the_same_fingerprint(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_weights_that_are_not_to_be_seen_are_for_one_run(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config.json").write_text("{}")
     assert fingerprint_weights(engine(model)) != fingerprint_weights(engine(model))
-    assert "give them a name in kv_connector_extra_config" in caplog.text
+    assert "give them a name in the extra config" in caplog.text
 
 
 def test_hashes_that_are_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

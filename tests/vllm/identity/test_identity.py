@@ -16,7 +16,7 @@ from engines.world import World, prompt
 
 from kvtier.vllm.hooks.versions import installed
 from kvtier.vllm.identity.namespace_facts import _platform, facts_of
-from kvtier.vllm.identity.weight_fingerprints import fingerprint_weights
+from kvtier.weight_fingerprints import fingerprint_weights
 
 PROMPT = prompt(7, 1100)
 HIT = 1024

@@ -66,6 +66,36 @@ def test_what_an_engine_stored_is_found(
     assert first["cached"] == 1024, "the very first request of a fresh engine hits"
 
 
+_WITHOUT_AN_ENGINE = """
+import json, sys
+from pathlib import Path
+from kvtier.vllm.identity.prompts import read_prompts
+found = read_prompts(Path(sys.argv[1]), sys.argv[2]).known
+assert "torch" not in sys.modules and "vllm" not in sys.modules
+import torch  # which is hidden no longer
+print(json.dumps([each.tokens for each in found]))
+"""
+
+
+def test_a_tokenizer_is_loaded_without_torch(tmp_path: Path, model: Callable[..., Path]) -> None:
+    """Whose import takes longer than all else that `explain` does."""
+    prompts, folder = tmp_path / "prompts.jsonl", model("llama")
+    lines = [{"prompt": TEXT}, {"messages": [{"role": "user", "content": TEXT}]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_AN_ENGINE, prompts, folder], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    rendered = tokenizer.apply_chat_template(
+        lines[1]["messages"], tokenize=False, add_generation_prompt=True
+    )
+    wanted = [tokenizer.encode(TEXT), tokenizer.encode(rendered, add_special_tokens=False)]
+    assert json.loads(done.stdout) == wanted
+
+
 def test_salts_and_adapters_are_in_the_keys(world: World, model: Callable[..., Path]) -> None:
     adapter = world.folder / "adapter"
     make_adapter(adapter, 1)

@@ -24,6 +24,7 @@ from kvtier.vllm.protocol import Report
 
 NAMESPACE = Namespace(facts={"model": "unit"}, group_bytes=(8192,))
 SLOT = record_bytes(8192)
+AS_VLLM = ("write_bytes", "chunk_queries", "chunk_hits")
 
 
 def told(stats: Any) -> Mapping[Any, Any]:
@@ -64,7 +65,7 @@ def test_what_happens_behind_the_last_request_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when vLLM is imported here
 def test_mistakes_of_all_processes_are_told_once(tmp_path: Path) -> None:
-    from kvtier.vllm import guard
+    from kvtier import guard
     from kvtier.vllm.hooks.worker import WorkerJobMetadata
     from kvtier.vllm.metrics import Meter
 
@@ -144,6 +145,8 @@ def test_tiers_of_one_kind_are_told_together(tmp_path: Path) -> None:
         assert then["kvtier:stored_blocks:('nvme',)"] == 8
         assert then["kvtier:written_bytes:('nvme',)"] == 8 * SLOT
         assert then["kvtier:blocks:('nvme',)"] == 8
+        tiering = {name: then[f"vllm:kv_offload_tiering_{name}:('nvme',)"] for name in AS_VLLM}
+        assert tiering == {"write_bytes": 8 * 8192, "chunk_queries": 4 + 3, "chunk_hits": 1 + 2}
         now[0] += 1
         again = meter.read()
         assert again is None or "nvme" not in str(again.reduce()), "nothing has changed"

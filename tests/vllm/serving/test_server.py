@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import select
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,6 +25,7 @@ from engines.world import World, flip
 
 from kvtier.backends.cpu.medium import engine_of
 from kvtier.slab.files import held
+from kvtier.vllm.hooks.versions import SERVER
 from kvtier.vllm.server_process import Server
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -76,9 +81,18 @@ def tells(server: Server, name: str, value: float, **labels: str) -> None:
 
 
 def started_by(server: int) -> list[int]:
-    """Handles of all processes of a server but its own."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [os.pidfd_open(pid) for pid in pids if pid != server and os.getpgid(pid) == server]
+    """Handles of all processes of a server's session but its own."""
+    return [os.pidfd_open(pid) for pid in of_session(server) if pid != server]
+
+
+def of_session(leader: int) -> dict[int, bytes]:
+    """The processes of a session with their command lines; those that have ended have none."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) == leader:
+                found[int(path.name)] = (path / "cmdline").read_bytes()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +127,9 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
     assert server.metric("kvtier:queued_blocks") == 0
     assert server.metric("kvtier:internal_errors_total") == 0
     tells(server, "vllm:external_prefix_cache_hits_total", chunks * 256)
+    for prompt in ("computed", "loaded"):
+        tells(server, "kvtier:first_token_seconds_count", 1, prompt=prompt)
+    check_panels_of_vllms(server, chunks)
 
     known = {line.split()[2] for line in server.get("/metrics").splitlines() if "# HELP" in line}
     ours = {re.sub("_(total|created)$", "", name) for name in known if name.startswith("kvtier:")}
@@ -126,6 +143,19 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
         tells(again, "kvtier:hit_blocks_total", chunks)
         again.settle()
         check_sleep(again, name, text)
+
+
+def check_panels_of_vllms(server: Server, chunks: int) -> None:
+    """What vLLM's own offloading tells, after as many chunks were stored, and loaded once."""
+    stored = server.metric("vllm:kv_offload_store_bytes_total")
+    assert server.metric("vllm:kv_offload_load_bytes_total") == stored > 0
+    assert server.metric("vllm:kv_offload_tiering_write_bytes_total", tier="nvme") == stored
+    assert server.metric("vllm:kv_offload_tiering_write_time_total", tier="nvme") > 0
+    assert server.metric("vllm:kv_offload_tiering_read_bytes_total", tier="nvme") == 0
+    assert server.metric("vllm:kv_offload_tiering_chunk_queries_total", tier="nvme") == chunks
+    assert server.metric("vllm:kv_offload_tiering_chunk_hits_total", tier="nvme") == 0
+    assert server.metric("vllm:kv_offload_cpu_allocation_size_sum") >= chunks
+    assert server.metric("vllm:kv_offload_cpu_cache_usage_perc") == 0, "all is at rest"
 
 
 def check_sleep(server: Server, name: str, text: str) -> None:
@@ -304,6 +334,35 @@ def test_an_engine_ends_with_its_server(world: World, model: Callable[..., Path]
             assert select.select([other], [], [], HANGS_S)[0], "it lives on"
             os.close(other)
         assert not list(world.folder.rglob("owners/*"))
+
+
+@pytest.mark.parametrize("when", [SERVER, "VLLM::EngineCore", "VLLM::Worker"])
+def test_a_start_that_is_told_to_end_leaves_no_process(
+    world: World, model: Callable[..., Path], when: str
+) -> None:
+    """All are told, as by a service manager: vLLM's server goes at once, and its engine would wait
+    for ever for it."""
+    serving = Serving(world, model("llama"))
+    command = [sys.executable, "-m", "kvtier", "serve", serving.model]
+    command += ["--config", str(serving.stack), "--", *FLAGS, "--port", "0"]
+    with serving.log.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        )
+    end = time.monotonic() + HANGS_S
+    while not any(when.encode() in line for line in of_session(process.pid).values()):
+        assert process.poll() is None, serving.log.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    for pid in of_session(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    process.wait(HANGS_S)
+    assert of_session(process.pid) == {}
 
 
 def test_among_several_connectors(world: World, model: Callable[..., Path]) -> None:

@@ -35,6 +35,7 @@ _FROM_FILES = (
 their settings say, or from a server, and there may be a folder of that name all the same."""
 _OTHERS = ("audio_model_id", "text_model_id")
 """Where the configuration of a model names others of which it takes a part (Ultravox)."""
+_OTHER_HUB = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 _MODEL = (*_WEIGHTS, "*.index.json", "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
 
@@ -63,8 +64,8 @@ def weights_of(model: Any, load: Any) -> str:
         reason = f" ({error})"
     logger.warning(
         "the weights of %s are not in files that could be read here%s, so that what is kept is for "
-        'this run only: give them a name in kv_connector_extra_config, "weights": "...", and '
-        "another one when they change",
+        'this run only: give them a name in the extra config, "weights": "...", and another one '
+        "when they change",
         model.model,
         reason,
     )
@@ -84,7 +85,7 @@ def folder_of(model: Any, load: Any) -> Path | None:
     folder = Path(model.model)
     if folder.is_dir():
         return folder
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true":
+    if any(os.environ.get(each, "").lower() in ("true", "1") for each in _OTHER_HUB):
         return None  # what the other hub calls so may be there, too
     try:
         from huggingface_hub import snapshot_download

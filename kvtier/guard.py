@@ -1,8 +1,7 @@
-"""The border between vLLM and kvtier, which no exception crosses.
+"""The border between an engine and kvtier, which no exception crosses.
 
-An exception on vLLM's scheduler thread ends the engine, and a cache is not worth that. What is
-caught here is a mistake in kvtier: it is logged with its traceback, counted, and answered like a
-miss.
+An exception on a scheduler's thread ends the engine, and a cache is not worth that. What is caught
+here is a mistake in kvtier: it is logged with its traceback, counted, and answered like a miss.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.vllm import guard
+from kvtier import guard
 
 
 class Manager:

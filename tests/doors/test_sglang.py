@@ -1,0 +1,360 @@
+"""kvtier's tiers below the host memory of SGLang's HiCache, on a real engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.engine import HOST, Engine, EngineError
+from engines.world import World, flip, prompt
+from support.object import object_servers
+from support.processes.dynamo_indexer import until
+
+from kvtier.cli.inspect import look, parts_of
+from kvtier.config import load
+
+SGLANG = HOST.with_name("sglang_host.py")
+STAND_IN = HOST.with_name("sglang_cpu")
+PROMPTS = [prompt(seed, 900) for seed in range(3)]
+FULL = 900 // 64 * 64
+PAGES = len(PROMPTS) * 900 // 64
+TOKENS = 16
+
+
+class Sglang:
+    """SGLang's engines, one after the other, on one stack."""
+
+    def __init__(self, folder: Path, world: World, model: Path) -> None:
+        self.folder, self.world, self.model = folder, world, model
+        self.stack = world.stack(capacity="16MiB")
+        self._engines: list[Engine] = []
+
+    def engine(self, model: Path | None = None, **more: Any) -> Engine:
+        """One that keeps its pages; `extra` changes what it is told of its storage."""
+        extra = {
+            "backend_name": "kvtier",
+            "module_path": "kvtier.sglang.storage",
+            "class_name": "KVTierStorage",
+            "interface_v1": 1,
+            "stack": self.stack,
+            **more.pop("extra", {}),
+        }
+        return self.plain(model, storage=json.dumps(extra), **more)
+
+    def plain(self, model: Path | None = None, **more: Any) -> Engine:
+        """One without HiCache, unless more is said."""
+        engine = Engine(
+            self.folder / f"engine-{len(self._engines)}.log",
+            host=SGLANG,
+            environment=environment(),
+            model=str(model or self.model),
+            **more,
+        )
+        self._engines.append(engine)
+        return engine
+
+    def held(self) -> dict[str, int]:
+        """How many blocks each tier of the stack holds, seen from outside."""
+        held: dict[str, int] = {}
+        for part in parts_of(look(load(self.stack, to_write=False))):
+            held[part.kind] = held.get(part.kind, 0) + part.blocks
+        return held
+
+    def settle(self, tier: str = "nvme", pages: int = PAGES) -> None:
+        """Until the engine has written so much."""
+        until(lambda: self.held().get(tier, 0) >= pages)
+
+    def lose_memory(self) -> None:
+        """As after a restart of the machine."""
+        for root in self.world.region.iterdir():
+            shutil.rmtree(root)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.kill()
+
+
+def environment() -> dict[str, str]:
+    folders = [str(SGLANG.parent), str(STAND_IN), str(HOST.parents[3])]
+    return {
+        "AWS_ACCESS_KEY_ID": object_servers.ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": object_servers.SECRET_KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "PYTHONPATH": os.pathsep.join(folders),
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
+
+
+@pytest.fixture
+def sglang(
+    tmp_path: Path,
+    world: World,
+    model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Sglang]:
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN))  # torchvision needs it to make a model, too
+    sglang = Sglang(tmp_path, world, model("llama"))
+    yield sglang
+    sglang.close()
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What an engine without HiCache says; filled by the first test that asks."""
+    return []
+
+
+@pytest.fixture
+def right(sglang: Sglang, answers: list[list[int]]) -> list[list[int]]:
+    if not answers:
+        engine = sglang.plain()
+        answers += tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS))
+        engine.kill()
+        assert all(len(set(each)) > TOKENS // 2 for each in answers), "no output repeats itself"
+    return answers
+
+
+def tokens(found: list[dict[str, Any]]) -> list[list[int]]:
+    return [each["tokens"] for each in found]
+
+
+def stored(found: list[dict[str, Any]]) -> list[int]:
+    return [each["stored"] for each in found]
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_prompts_are_found_after_kill_9(
+    sglang: Sglang, right: list[list[int]], layout: str
+) -> None:
+    engine = sglang.engine(hicache_mem_layout=layout)
+    found = engine.generate(prompts=PROMPTS, tokens=TOKENS)
+    engine.kill()  # what it stores is under way
+    assert (tokens(found), stored(found)) == (right, [0, 0, 0])
+    engine = sglang.engine(hicache_mem_layout=layout)
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+    sglang.settle()
+    engine.kill()
+    sglang.lose_memory()
+    engine = sglang.engine(hicache_mem_layout=layout)
+    for _ in range(2):
+        found = engine.generate(prompts=PROMPTS, tokens=TOKENS)
+        assert (tokens(found), stored(found)) == (right, [FULL] * 3)
+        until(engine.forget_memory)
+    assert engine.forget_storage()
+    found = engine.generate(prompts=PROMPTS[:1], tokens=TOKENS)
+    assert (tokens(found), stored(found)) == (right[:1], [0])
+    engine.shut_down()
+    assert "Traceback" not in engine.log.read_text()
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_bucket_serves_a_second_machine(
+    sglang: Sglang, right: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with object_servers.moto(sglang.folder) as server:
+        tier = {"kind": "object", "capacity": "1GiB", "url": f"file://{sglang.folder}/store"}
+        if kind == "s3":
+            for name, value in environment().items():
+                monkeypatch.setenv(name, value)
+            object_servers.make_bucket(server)
+            tier |= {"url": "s3://bucket/pages", "endpoint": server.endpoint}
+        sglang.stack["tiers"].append(tier)
+        engine = sglang.engine()
+        engine.generate(prompts=PROMPTS, tokens=1)
+        sglang.settle("object")
+        engine.kill()
+        shutil.rmtree(sglang.world.blocks)
+        sglang.lose_memory()
+        found = sglang.engine().generate(prompts=PROMPTS, tokens=TOKENS)
+        assert (tokens(found), stored(found)) == (right, [FULL] * 3)
+
+
+def test_each_rank_finds_its_own_pages(sglang: Sglang, right: list[list[int]]) -> None:
+    engine = sglang.engine(tp_size=2)
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+    sglang.settle(pages=2 * PAGES)
+    engine.kill()
+    sglang.lose_memory()
+    found = sglang.engine(tp_size=2).generate(prompts=PROMPTS, tokens=TOKENS)
+    assert (tokens(found), stored(found)) == (right, [FULL] * 3)
+
+
+def test_damaged_pages_are_misses(sglang: Sglang, right: list[list[int]]) -> None:
+    engine = sglang.engine()
+    engine.generate(prompts=PROMPTS, tokens=1)
+    sglang.settle()
+    engine.kill()
+    sglang.lose_memory()
+    for slab in sglang.world.blocks.rglob("*.slab"):
+        flip(slab, 1 << 20)
+    engine = sglang.engine()
+    found = engine.generate(prompts=PROMPTS, tokens=TOKENS)
+    assert tokens(found) == right
+    assert sum(stored(found)) < 3 * FULL
+    assert "corrupt" in engine.log.read_text()
+    sglang.settle()
+    until(engine.forget_memory)
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+
+
+def test_what_fails_is_a_miss(sglang: Sglang, right: list[list[int]]) -> None:
+    """Tiers smaller than the prompts, a mover that is killed, a folder that is gone."""
+    cpu, disk = sglang.stack["tiers"]
+    cpu["capacity"], disk["capacity"] = "3MiB", "6MiB"
+    engine = sglang.engine()
+
+    def check() -> None:
+        for _ in range(2):
+            assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+            until(engine.forget_memory)
+
+    check()
+    os.kill(mover_of(engine), signal.SIGKILL)
+    check()
+    shutil.rmtree(sglang.world.blocks)
+    check()
+    for seed in range(3, 9):
+        engine.generate(prompts=[prompt(seed, 900)], tokens=1)
+    check()
+
+
+def mover_of(engine: Engine) -> int:
+    """The process that moves bytes for an engine: it is told whose it is."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            command = path.read_bytes().split(b"\0")
+            mover = b"kvtier.move.process_main" in command
+            if mover and os.getpgid(int(command[-2])) == engine.process.pid:
+                return int(path.parent.name)
+    raise AssertionError("there is none")
+
+
+def test_other_weights_find_nothing(
+    sglang: Sglang, right: list[list[int]], model: Callable[..., Path]
+) -> None:
+    other = model("llama", seed=1)
+    engine = sglang.engine()
+    engine.generate(prompts=PROMPTS, tokens=1)
+    sglang.settle()
+    engine.take_weights(folder=str(other))
+    found = engine.generate(prompts=PROMPTS, tokens=TOKENS)
+    assert stored(found) == [0, 0, 0]
+    assert tokens(found) != right
+    until(engine.forget_memory)
+    assert stored(engine.generate(prompts=PROMPTS, tokens=1)) == [0, 0, 0]
+    assert sglang.held()["nvme"] == PAGES, "and nothing was kept"
+    engine.kill()
+    found = sglang.engine(other).generate(prompts=PROMPTS, tokens=1)
+    assert stored(found) == [0, 0, 0], "nor at the next start"
+
+
+def test_what_cannot_be_right_is_refused(sglang: Sglang) -> None:
+    with pytest.raises(EngineError, match="interface_v1"):
+        sglang.engine(extra={"interface_v1": 0})
+    backend = (
+        "from kvtier.sglang.storage import KVTierStorage as Storage; it = Storage.__new__(Storage);"
+        "it.register_mem_pool_host('the KV cache'); it.register_mem_host_pool_v2('more', 'mamba')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", backend],
+        env=os.environ | environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert "SGLang keeps mamba of this model beside its KV cache" in done.stderr
+
+
+PAGE = HOST.parents[3] / "docs/guides/sglang.md"
+BLOCK = re.compile(r"^<!-- run by tests/doors/test_sglang.py -->\n```sh\n(.*?)^```$", re.M | re.S)
+ON_A_CPU = (
+    "--device cpu --attention-backend torch_native --dtype float32 --hicache-size 1"
+    " --max-total-tokens 4096 --mem-fraction-static 0.2 --disable-overlap-schedule"
+    " --disable-cuda-graph --skip-server-warmup"
+)
+
+
+def test_the_page_s_commands(sglang: Sglang, right: list[list[int]]) -> None:
+    """A server as the page starts it, but for the model, the port and the processor."""
+    port = object_servers.free_port()
+    written, look_at = BLOCK.findall(PAGE.read_text())
+    init, serve = written.replace("MODEL", str(sglang.model)).rstrip().split("\n", 1)
+    serve = f"exec {serve} {ON_A_CPU} --port {port}"
+    name = f"docs-{uuid.uuid4().hex}"
+    named = {
+        **os.environ,
+        **environment(),
+        "KVTIER_NAME": name,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    def shell(*lines: str, log: str) -> subprocess.Popen[bytes]:
+        with (sglang.folder / log).open("ab") as file:
+            return subprocess.Popen(
+                ["bash", "-ec", "\n".join(lines)],
+                cwd=sglang.folder,
+                env=named,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    try:
+        for lines, known in (([init, serve], 0), ([serve], FULL)):
+            server = shell(*lines, log="server.log")
+            try:
+                await_health(server, port, sglang.folder / "server.log")
+                found = generate(port, PROMPTS[0])
+                assert (found["output_ids"], cached(found)) == (right[0], known)
+                until(lambda: "nvme" in listed(sglang.folder, named))
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+        assert shell(look_at, log="look.log").wait() == 0, (sglang.folder / "look.log").read_text()
+    finally:
+        for region in Path("/dev/shm").glob(f"kvtier-*-{name}*"):
+            shutil.rmtree(region)
+
+
+def await_health(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    while True:
+        assert server.poll() is None, log.read_text()[-4000:]
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20).close()
+            return
+        time.sleep(0.2)
+
+
+def generate(port: int, tokens: list[int]) -> dict[str, Any]:
+    parameters = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    asked = json.dumps({"input_ids": tokens, "sampling_params": parameters}).encode()
+    url = f"http://127.0.0.1:{port}/generate"
+    request = urllib.request.Request(url, asked, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def cached(found: dict[str, Any]) -> int:
+    return int(found["meta_info"]["cached_tokens"])
+
+
+def listed(folder: Path, named: dict[str, str]) -> str:
+    """What `kvtier ls` says."""
+    command = [sys.executable, "-m", "kvtier", "ls", "--config", "stack.yaml"]
+    done = subprocess.run(command, cwd=folder, env=named, capture_output=True, text=True)
+    return done.stdout

@@ -1,0 +1,249 @@
+"""Pages of host memory go to the tiers of a stack and come back, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines.world import flip
+
+from kvtier import Namespace, Stack, block_key
+from kvtier.errors import ConfigError
+from kvtier.sglang import pages as pages_module
+from kvtier.sglang.pages import HostPages, PageStore
+from kvtier.testing.subject import make_memory_folder
+from kvtier.types import BlockKey
+
+TOKENS, PAGES, LAYERS, WIDTH = 4, 32, 3, 512
+KEYS = [block_key(bytes([number]) * 32) for number in range(PAGES)]
+NEW = [block_key(bytes([PAGES + number]) * 32) for number in range(4)]
+
+
+class Pool:
+    """A host pool, as SGLang lays it out."""
+
+    page_size, page_num = TOKENS, PAGES
+
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
+        first = layout == "layer_first"
+        shape = (LAYERS, TOKENS * PAGES) if first else (TOKENS * PAGES, LAYERS)
+        self.kv_buffer = np.zeros((2, *shape, WIDTH), np.uint8)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        starts = []
+        for token in indices.tolist()[::TOKENS]:
+            for half in self.kv_buffer:
+                rows = half if self.layout == "layer_first" else [half]
+                starts += [row[token:].ctypes.data for row in rows]
+        pieces = 2 * LAYERS if self.layout == "layer_first" else 2
+        return starts, [2 * LAYERS * TOKENS * WIDTH // pieces] * len(starts)
+
+    def page(self, number: int) -> Any:
+        span = slice(number * TOKENS, (number + 1) * TOKENS)
+        return (
+            self.kv_buffer[:, :, span] if self.layout == "layer_first" else self.kv_buffer[:, span]
+        )
+
+    def fill(self) -> None:
+        """Every page as its number says."""
+        for number in range(PAGES):
+            self.page(number)[:] = content(number).reshape(self.page(number).shape)
+
+    def right(self, key: int, number: int) -> bool:
+        """Whether a page has what belongs to a key."""
+        return bool((self.page(number).ravel() == content(key)).all())
+
+
+def content(number: int) -> Any:
+    chance = np.random.default_rng(number)
+    return chance.integers(0, 256, 2 * LAYERS * TOKENS * WIDTH, np.uint8)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    folder = make_memory_folder()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, memory: Path) -> Iterator[Callable[..., PageStore]]:
+    """Opens a store over a pool's pages, in the same two folders each time."""
+    stores: list[PageStore] = []
+
+    def open_store(pool: Pool, cpu: str = "4MiB", *, serving: bool = False) -> PageStore:
+        tiers = [
+            {"kind": "cpu", "path": str(memory), "capacity": cpu},
+            {"kind": "nvme", "path": str(tmp_path), "capacity": "64MiB", "free_floor": 0},
+        ]
+        host = HostPages.of_pool(pool)
+        facts = {"model": "pages", "layout": pool.layout}
+        namespace = Namespace(facts=facts, group_bytes=host.layout.group_bytes)
+        config = {"version": 1, "name": "pages", "tiers": tiers}
+        stores.append(PageStore(Stack.open(config, namespace, serving=serving), host))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def settle(store: PageStore) -> None:
+    """Until the lower tier has everything."""
+    while not store._chain.settled:
+        store._stack.mover.wait(0.01)
+
+
+def lose_memory(store: PageStore, memory: Path) -> None:
+    """As after a restart of the machine."""
+    settle(store)
+    store.close()
+    shutil.rmtree(memory)
+    memory.mkdir()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_pages_come_back_from_every_tier(
+    layout: str, opened: Callable[..., PageStore], memory: Path
+) -> None:
+    pool = Pool(layout)
+    pool.fill()
+    store = opened(pool)
+    places = list(range(PAGES))
+    assert store.store(KEYS, places) == [True] * PAGES
+    assert store.find(KEYS) == PAGES
+    pool.kv_buffer[:] = 0
+    assert store.load(KEYS, places[::-1]) == PAGES
+    assert all(pool.right(key, PAGES - 1 - key) for key in places)
+    lose_memory(store, memory)
+    pool.kv_buffer[:] = 0
+    again = opened(pool)
+    assert again.find([*KEYS[:5], block_key(b"other"), *KEYS[5:]]) == 5
+    assert again.load(KEYS, places) == PAGES
+    assert all(pool.right(key, key) for key in places)
+    again.clear()
+    assert again.find(KEYS) == 0
+
+
+def test_a_first_tier_smaller_than_a_prompt(opened: Callable[..., PageStore], memory: Path) -> None:
+    pool = Pool("layer_first")
+    pool.fill()
+    store = opened(pool, cpu="128KiB")
+    assert store._stack.chain.tiers[0].stats().bytes_capacity < PAGES * content(0).nbytes
+    places = list(range(PAGES))
+    while not all(store.store(KEYS, places)):
+        settle(store)
+    settle(store)
+    pool.kv_buffer[:] = 0
+    assert store.load(KEYS, places) == PAGES
+    assert all(pool.right(key, key) for key in places)
+
+
+def test_a_damaged_page_is_a_miss_and_is_stored_again(
+    opened: Callable[..., PageStore], memory: Path, tmp_path: Path
+) -> None:
+    pool = Pool("layer_first")
+    pool.fill()
+    store = opened(pool)
+    places = list(range(PAGES))
+    store.store(KEYS, places)
+    lose_memory(store, memory)
+    for slab in tmp_path.rglob("*.slab"):
+        flip(slab, 6144)
+    again = opened(pool)
+    pool.kv_buffer[:] = 0
+    assert again.load(KEYS, places) == 0
+    pool.fill()
+    assert all(again.store(KEYS, places))
+    pool.kv_buffer[:] = 0
+    assert again.load(KEYS[:1], [3]) == 1
+    assert pool.right(0, 3)
+
+
+def test_a_mover_that_hangs_or_dies_is_waited_for_in_vain(
+    opened: Callable[..., PageStore], memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "LOAD_S", 0.3)
+    pool = Pool("layer_first")
+    pool.fill()
+    store = opened(pool)
+    places = list(range(PAGES))
+    store.store(KEYS, places)
+    lose_memory(store, memory)
+    again = opened(pool, serving=True)
+    mover = again._stack.mover.pid
+    os.kill(mover, signal.SIGSTOP)
+    assert again.load(KEYS, places) == 0
+    os.kill(mover, signal.SIGKILL)
+    assert again.load(KEYS, places) == 0
+    assert again.store(NEW, places[:4]) == [True] * 4
+    assert again.load(NEW, places[4:8]) == 4
+    assert all(pool.right(key, 4 + key) for key in range(4))
+
+
+def test_threads_take_turns(opened: Callable[..., PageStore]) -> None:
+    pool = Pool("page_first")
+    pool.fill()
+    store = opened(pool, cpu="256KiB")
+    half = PAGES // 2
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        mine = list(range(first, half, 4))
+        for _ in range(20):
+            store.store([KEYS[at] for at in mine], mine)
+            places = [half + at for at in mine]
+            loaded = store.load([KEYS[at] for at in mine], places)
+            wrong.extend(at for at in mine[:loaded] if not pool.right(at, half + at))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+
+
+def test_pools_whose_pages_cannot_be_reached_are_refused(
+    opened: Callable[..., PageStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scattered(Pool):
+        def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+            starts, sizes = super().get_page_buffer_meta(indices)
+            return [*starts[:-1], starts[-1] + 64], sizes
+
+    class Silent(Pool):
+        def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+            raise ValueError("Unsupported layout: page_unified")
+
+    for kind, reason in ((Scattered, "equally far apart"), (Silent, "page_unified")):
+        with pytest.raises(ConfigError, match=reason):
+            HostPages.of_pool(kind("layer_first"))
+
+
+def test_a_first_tier_of_another_kind_is_refused() -> None:
+    pool = Pool("layer_first")
+    host = HostPages.of_pool(pool)
+    namespace = Namespace(facts={"model": "pages"}, group_bytes=host.layout.group_bytes)
+    config = {"version": 1, "name": "pages", "tiers": [{"kind": "memory", "capacity": "4MiB"}]}
+    with (
+        Stack.open(config, namespace) as stack,
+        pytest.raises(ConfigError, match="put a tier of kind cpu first"),
+    ):
+        PageStore(stack, host)
+
+
+def test_equal_keys_of_one_call_are_one_page(opened: Callable[..., PageStore]) -> None:
+    pool = Pool("layer_first")
+    pool.fill()
+    store = opened(pool)
+    twice: list[BlockKey] = [KEYS[0], KEYS[0]]
+    assert store.store(twice, [0, 0]) == [True, True]
