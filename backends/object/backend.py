@@ -68,6 +68,7 @@ class ObjectBackend(Backend[ObjectSettings]):
         tier = ObjectTier(keeper, create_policy(settings.eviction))
         try:
             keeper.open(tier.offered)
+            keeper.await_election()
         except StoreError as error:
             if settings.unreachable == "refuse":
                 keeper.close()

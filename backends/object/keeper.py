@@ -153,6 +153,18 @@ class Keeper:
                     with contextlib.suppress(Unfinished, LeaseLost):  # the rest is listed later
                         self._audit(stop_at=time.monotonic() + _OPEN_S)
 
+    def await_election(self) -> None:
+        """Wait until it is decided who keeps the budget: two seconds in a store without conditional
+        puts, if nobody does yet. Until then nothing can be stored. Raises StoreError."""
+        with self._mutex, contextlib.suppress(StoreFull):
+            self._await_election()
+
+    def _await_election(self) -> None:
+        while self._lease.decided_at < math.inf and not self._stopping:
+            time.sleep(_ELECTION_POLL_S)
+            if self._steady() >= self._lease.decided_at:
+                self._look()
+
     def start(self) -> None:
         """Begin to work in the background."""
         self._yield.alone = False
@@ -181,10 +193,7 @@ class Keeper:
             alone, self._yield.alone = self._yield.alone, True
             try:
                 self._look()
-                while self._lease.decided_at < math.inf and not self._stopping:
-                    time.sleep(_ELECTION_POLL_S)
-                    if self._steady() >= self._lease.decided_at:
-                        self._look()
+                self._await_election()
                 if self.caretaker is not None:
                     self._audit()
                 self._resync(self._listed)

@@ -97,9 +97,7 @@ class ObjectFilling(Filling[ObjectSettings]):
         settings, context = self.opened_settings(), self.tier_context(namespace)
         opener: Any = self.opener  # which is told more here than backends are
         tier = opener.open_tier(settings, context, protected=dict(self._protected))
-        found = self.pair(tier, settings, context)
-        tier.refresh()  # until it is known who keeps the budget, it would store nothing
-        return found
+        return self.pair(tier, settings, context)
 
     @contextmanager
     def protect(self, namespace: Namespace, keys: Callable[[], Set[BlockKey]]) -> Iterator[None]:

@@ -84,8 +84,8 @@ def make_room(keeper: Keeper, tier: ObjectTier) -> None:
     look(keeper, tier)
 
 
-def test_opening_waits_for_no_election(tmp_path: Path) -> None:
-    """In a store without conditional puts. What is there is served at once."""
+def test_until_the_election_is_over_nothing_is_stored(tmp_path: Path) -> None:
+    """In a store without conditional puts. What is there is served, and who opens a tier waits."""
     store, clock = LastWins(tmp_path / "store"), Clock()
     keys = filled(store, 3)
     limits = Limits(8 * RECORD, refresh_s=600.0, audit_s=600.0)
