@@ -149,15 +149,20 @@ class Keeper:
             self._resync(self._journal.read_all)
             with contextlib.suppress(StoreFull):
                 self._look()
-                if self.caretaker is not None:
-                    with contextlib.suppress(Unfinished, LeaseLost):  # the rest is listed later
-                        self._audit(stop_at=time.monotonic() + _OPEN_S)
+                self._measure()
 
     def await_election(self) -> None:
         """Wait until it is decided who keeps the budget: two seconds in a store without conditional
         puts, if nobody does yet. Until then nothing can be stored. Raises StoreError."""
         with self._mutex, contextlib.suppress(StoreFull):
-            self._await_election()
+            if self._lease.decided_at < math.inf:
+                self._await_election()
+                self._measure()
+
+    def _measure(self) -> None:
+        if self.caretaker is not None:
+            with contextlib.suppress(Unfinished, LeaseLost):  # the rest is listed later
+                self._audit(stop_at=time.monotonic() + _OPEN_S)
 
     def _await_election(self) -> None:
         while self._lease.decided_at < math.inf and not self._stopping:
