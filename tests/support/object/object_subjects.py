@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,7 +12,6 @@ from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.errors import MediumError
 from kvtier.interfaces.backend import TierContext
-from kvtier.interfaces.tier import Tier
 from kvtier.settings import ByteSize, Capacity, Duration, TierSettings
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import Subject
@@ -83,14 +81,6 @@ class BucketSubject(Subject):
             codec="zstd",
             idle_timeout=Duration(20.0),
         )
-
-    def open_tier(self, settings: TierSettings, context: TierContext, disk: Disk) -> Tier:
-        tier = super().open_tier(settings, context, disk)
-        assert isinstance(tier, ObjectTier)
-        if tier._keeper._lease.decided_at < math.inf:  # it stores when a caretaker is elected
-            tier.refresh()
-            tier.tick()
-        return tier
 
 
 FOLDER = FolderSubject()
