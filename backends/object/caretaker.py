@@ -30,7 +30,7 @@ from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import UNLIMITED
 from kvtier.backends.object.gil_yield import GilYield
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.lease import LEASE_S, Lease, Report, Servers
+from kvtier.backends.object.lease import LEASE_S, CaretakerReport, Lease, Servers
 from kvtier.backends.object.manifests import (
     REMOVED,
     Entries,
@@ -149,7 +149,7 @@ class Caretaker:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def round(self) -> Report:
+    def round(self) -> CaretakerReport:
         """Raises StoreError."""
         self._living, dead = self._servers.look(self._own)
         if dead:
@@ -234,13 +234,13 @@ class Caretaker:
         keys = zip(keys_of(removed), removed["generation"].tolist(), strict=True)
         self._doomed.extend((namespace, key) for key in keys)
 
-    def _make_report(self) -> Report:
+    def _make_report(self) -> CaretakerReport:
         capacity = self._capacity()
         recorded = sum(index.bytes for index in self._indexes.values())
         there = recorded + self._unlisted_bytes
         free = min(max(0, capacity - there), burst_bytes(capacity))
         measured = self.report.measured
-        return Report(
+        return CaretakerReport(
             measured=measured,
             capacity=capacity,
             bytes=there,

@@ -27,7 +27,7 @@ from kvtier.backends.object.budget import Budget, clock
 from kvtier.backends.object.caretaker import Caretaker, Limits
 from kvtier.backends.object.gil_yield import CHUNK, GilYield
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.lease import Lease, LeaseLost, Presence, Report
+from kvtier.backends.object.lease import CaretakerReport, Lease, LeaseLost, ServerPresence
 from kvtier.backends.object.manifests import (
     ADDED,
     REMOVED,
@@ -103,7 +103,7 @@ class Keeper:
         self._name = ServerName(
             namespace.id, server, self._journal.writer, limits.capacity, self.block_bytes
         )
-        self._presence = Presence(self._store, self._name, limits.lease_s, steady)
+        self._presence = ServerPresence(self._store, self._name, limits.lease_s, steady)
         self._lease = Lease(self._store, server, limits.lease_s, steady)
         self.uses = Uses(
             self._store,
@@ -327,7 +327,7 @@ class Keeper:
         if report is not None:
             self._take_share(report)
 
-    def _round(self, caretaker: Caretaker) -> Report | None:
+    def _round(self, caretaker: Caretaker) -> CaretakerReport | None:
         try:
             return caretaker.round()
         except LeaseLost:  # the store is slow, or we were asleep: another takes over, or we again
@@ -361,7 +361,7 @@ class Keeper:
         now = self._steady()
         self._next_audit = now + self.limits.audit_s * random.uniform(0.5, 1.0)
 
-    def _take_share(self, report: Report) -> None:
+    def _take_share(self, report: CaretakerReport) -> None:
         self.budget.capacity = report.capacity
         caretaker = self.caretaker
         if caretaker is not None and caretaker.needs_audit:

@@ -61,7 +61,7 @@ _LACKS_ROOM = b"!"
 """What is in a server's object whose blocks found no room lately: a listing shows its size."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class CaretakerReport(msgspec.Struct, frozen=True):
     """What the caretaker says of the bucket."""
 
     measured: bool = False
@@ -83,7 +83,7 @@ class Term(msgspec.Struct, frozen=True):
     lease_s: float
     round: int = 0
     """A report of an earlier round that is written late does not count."""
-    report: Report = Report()
+    report: CaretakerReport = CaretakerReport()
 
 
 class LeaseLost(StoreError):
@@ -119,7 +119,7 @@ class Lease:
         self._observed_at = 0.0
         self.holder: Term | None = None
         """Who had the lease when we last looked, if it is not ours."""
-        self.last_report = Report()
+        self.last_report = CaretakerReport()
         """What the last caretaker said, whether it lives or not."""
         self._report_at = (0, 0)
         """Its term and round."""
@@ -137,7 +137,7 @@ class Lease:
     def _due(self) -> bool:
         return self.clock() - self._renewed_at > self._lease_s * _RENEW_SHARE
 
-    def look(self) -> Report | None:
+    def look(self) -> CaretakerReport | None:
         """The caretaker's last report; None if there is no caretaker. Raises StoreError."""
         if self.held and not self._due and self._store_s > -math.inf:
             return self.last_report
@@ -208,7 +208,7 @@ class Lease:
         again = self._write(term, report, if_absent=True, deadline=end)
         return True if again is PutOutcome.ALREADY_THERE else None
 
-    def publish(self, report: Report) -> None:
+    def publish(self, report: CaretakerReport) -> None:
         """Say what we know, if that is news, and that we are there still. Raises StoreError."""
         self.check()
         began = self.clock()
@@ -264,13 +264,15 @@ class Lease:
         except (LengthMismatch, msgspec.MsgspecError):
             return None
 
-    def _write(self, term: int, report: Report, round_: int = 0, **more: Any) -> PutOutcome:
+    def _write(
+        self, term: int, report: CaretakerReport, round_: int = 0, **more: Any
+    ) -> PutOutcome:
         body = msgspec.json.encode(Term(self._server, self._lease_s, round_, report))
         body += b" " * ((round_ - len(body)) % _SIZES)
         return self._store.put(term_name(term), [memoryview(body)], **more)
 
 
-class Presence:
+class ServerPresence:
     """The object of one server, which says that it lives and may have a share."""
 
     def __init__(

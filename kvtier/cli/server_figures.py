@@ -47,7 +47,7 @@ _TROUBLES = {
 }
 
 
-class Tier(msgspec.Struct):
+class TierFigures(msgspec.Struct):
     """One kind of tier of a server."""
 
     kind: str
@@ -65,7 +65,7 @@ class Tier(msgspec.Struct):
     written: float
 
 
-class FirstTokens(msgspec.Struct):
+class FirstTokenFigures(msgspec.Struct):
     """First tokens of requests whose prompts were got in one way."""
 
     requests: float
@@ -92,7 +92,7 @@ class Period(msgspec.Struct):
     prompt_tokens: float
     shares: dict[str, float]
     """Of the prompt tokens: computed, the engine's own, and each tier's."""
-    first_tokens: dict[str, FirstTokens]
+    first_tokens: dict[str, FirstTokenFigures]
     """Of prompts of which something was loaded, of those that the engine had itself in part, and
     of those that were computed."""
     misses: dict[str, float]
@@ -120,7 +120,7 @@ class ServerFigures(msgspec.Struct):
     in_mover: float = 0
     periods: list[Period] = []
     """The last minute, from the second reading on, and all since the start."""
-    tiers: list[Tier] = []
+    tiers: list[TierFigures] = []
     troubles: list[Trouble] = []
     history: list[Point] = []
 
@@ -276,24 +276,24 @@ def _period(growth: Growth, always: Growth) -> Period:
     )
 
 
-def _first_tokens(growth: Growth) -> dict[str, FirstTokens]:
+def _first_tokens(growth: Growth) -> dict[str, FirstTokenFigures]:
     name = "kvtier:first_token_seconds"
     tokens = growth.by("kvtier:first_token_prompt_tokens_total", "prompt")
     seconds = growth.by(f"{name}_sum", "prompt")
     return {
-        how: FirstTokens(count, seconds[how] / count, tokens.get(how, 0.0) / count)
+        how: FirstTokenFigures(count, seconds[how] / count, tokens.get(how, 0.0) / count)
         for how, count in growth.by(f"{name}_count", "prompt").items()
         if count
     }
 
 
-def _tiers(gauges: Growth, always: Growth, lately: Growth) -> list[Tier]:
+def _tiers(gauges: Growth, always: Growth, lately: Growth) -> list[TierFigures]:
     found = []
     for index, kind in enumerate(gauges.by("kvtier:bytes_capacity", "tier")):
         waiting = ("kvtier:waiting_blocks", "kvtier:catchup_backlog_blocks")
         written = lately.a_second("kvtier:written_bytes_total", tier=kind)
         found.append(
-            Tier(
+            TierFigures(
                 kind=kind,
                 down=gauges.of("kvtier:tier_down", tier=kind) > 0,
                 blocks=gauges.of("kvtier:blocks", tier=kind),

@@ -17,7 +17,7 @@ from kvtier.cli.server_figures import (
     LOADED,
     Period,
     ServerFigures,
-    Tier,
+    TierFigures,
     Trouble,
     Watch,
 )
@@ -176,7 +176,7 @@ def _shares(periods: Sequence[Period], width: int) -> Table:
     return table
 
 
-def _tiers(tiers: Sequence[Tier], width: int) -> Table:
+def _tiers(tiers: Sequence[TierFigures], width: int) -> Table:
     names = ["tier", "hits/s", "read", "written", "waiting", "retained", "used", "of"]
     room = min(40, width - _TIERS_WIDTH)
     table = _table([*names, ""] if room >= _BAR_MIN else names)

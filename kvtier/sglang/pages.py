@@ -89,7 +89,7 @@ class HostPages(msgspec.Struct, frozen=True):
         return cls(DeviceLayout(tuple(tensors), (refs,)), arrays, pool.kv_buffer)
 
 
-class _Job(msgspec.Struct, eq=False):
+class _PageJob(msgspec.Struct, eq=False):
     """Copies under way, for a caller that waits for them."""
 
     reserved: Sequence[BlockKey]
@@ -121,7 +121,7 @@ class PageStore:
         self._load_s = min(LOAD_S, max(each.load_deadline.seconds for each in stack.config.tiers))
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _PageJob] = {}
         self._closed = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="kvtier-poll", daemon=True)
         self._poller.start()
@@ -219,10 +219,10 @@ class PageStore:
             number = next(self._ids)
             if kind is TransferKind.STORE:
                 reservation = self._chain.prepare_store(keys)
-                job, spec = _Job(reservation.keys), reservation.spec
+                job, spec = _PageJob(reservation.keys), reservation.spec
             else:
                 ticket = self._chain.begin_load(keys, f"pages-{number}", end, proves=True)
-                job, spec = _Job(ticket.keys, ticket), ticket.spec
+                job, spec = _PageJob(ticket.keys, ticket), ticket.spec
             self._jobs[number] = job
             try:
                 if job.reserved:

@@ -343,3 +343,17 @@ def test_each_folder_lists_its_files() -> None:
         wrong += [f"{init}: {name} is gone" for name in sorted(listed - there - folders)]
         wrong += [f"{init}: lacks {name}" for name in sorted(there - named)]
     assert wrong == []
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    places: dict[str, list[str]] = {}
+    for path in (
+        *ROOT.glob("kvtier/*.py"),
+        *ROOT.glob("kvtier/*/**/*.py"),
+        *ROOT.glob("backends/**/*.py"),
+    ):
+        if "kvtier/backends" not in str(path):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -11,7 +11,7 @@ from support.object.manual_keepers import Clock, LastWins
 
 from kvtier.backends.object import lease as lease_module
 from kvtier.backends.object import writer_ids
-from kvtier.backends.object.lease import Lease, LeaseLost, Presence, Report, Servers
+from kvtier.backends.object.lease import CaretakerReport, Lease, LeaseLost, ServerPresence, Servers
 from kvtier.backends.object.object_names import ServerName, term_name
 from kvtier.backends.object.stores.file_store import FileStore
 
@@ -39,7 +39,7 @@ def test_one_of_many_and_then_another(store: FileStore) -> None:
     leases = [candidate(store, clock) for clock in clocks]
     assert [lease.look() for lease in leases] == [None] * 3
     assert [lease.acquire() for lease in leases] == [True, False, False]
-    leases[0].publish(Report(bytes=7, measured=True))
+    leases[0].publish(CaretakerReport(bytes=7, measured=True))
     for lease in leases[1:]:
         report = lease.look()
         assert report is not None
@@ -54,7 +54,7 @@ def test_one_of_many_and_then_another(store: FileStore) -> None:
     with pytest.raises(LeaseLost):
         leases[0].confirm()
     with pytest.raises(LeaseLost):
-        leases[0].publish(Report())
+        leases[0].publish(CaretakerReport())
     leases[0].look()
     assert not leases[0].held
 
@@ -69,7 +69,7 @@ def test_its_lease_is_over_for_itself_before_it_is_for_others(store: FileStore) 
     with pytest.raises(LeaseLost):
         lease.confirm()
     assert lease.held, "it may still renew it"
-    lease.publish(Report())
+    lease.publish(CaretakerReport())
     assert lease.confirm() > 0
 
 
@@ -127,7 +127,7 @@ def test_without_conditional_puts_a_lease_begins_when_it_is_decided(tmp_path: Pa
     clock.at += 2 * LEASE_S
     assert lease.acquire()
     assert lease.confirm() > 0
-    lease.publish(Report(measured=True))
+    lease.publish(CaretakerReport(measured=True))
 
 
 def test_a_candidate_that_closes_or_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_who_closes_makes_room_at_once_and_who_died_here_too(store: FileStore) -
 def test_servers_live_as_long_as_they_say_so(store: FileStore) -> None:
     clock, ours = Clock(), Clock(5e8)
     names = [ServerName("ab" * 16, elsewhere(), f"{number:016x}", 9, 3) for number in range(2)]
-    presences = [Presence(store, name, LEASE_S, clock) for name in names]
+    presences = [ServerPresence(store, name, LEASE_S, clock) for name in names]
     servers = Servers(store, LEASE_S, ours)
     own = ServerName("ab" * 16, elsewhere(), "f" * 16, 9, 3)
     for presence in presences:
