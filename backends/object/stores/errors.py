@@ -324,7 +324,7 @@ def _meaning(status: int, code: str) -> _Meaning:
     kind = UnknownRequest if unknown else WrongEndpoint
     if code:
         return kind, "the store does not accept this request; check the endpoint"
-    return kind, "that is not what an object store says; check the endpoint"
+    return kind, "that is not what an object store says: check the endpoint"
 
 
 # -- errors of the client --------------------------------------------------------------------------
