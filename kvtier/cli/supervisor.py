@@ -102,6 +102,8 @@ def _supervise(server: subprocess.Popen[bytes], signals: int, start: _Start) -> 
     os.close(ended)
     if presses:
         return EXIT_INTERRUPTED
+    if terminated and code == -signal.SIGTERM:
+        return 0  # it ended as it was told; of a reminder it dies, if that comes at the very end
     return code if code >= 0 else 128 - code
 
 
