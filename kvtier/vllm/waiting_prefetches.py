@@ -27,7 +27,8 @@ LOOKED_AT = 256
 NEW_LOOKS = 4
 """For so many a step finds out what they will ask for, in a fraction of a millisecond each."""
 LOOK_AGAIN_S = 0.25
-"""How soon it is looked again for what another engine is just storing."""
+"""How soon it is looked again for what another engine is just storing, or what was not found: after
+that the pause doubles each time."""
 _FOLLOWS = 0.2
 _NO_LIMIT = 1 << 40
 
@@ -52,6 +53,9 @@ class _Waiting(msgspec.Struct, eq=False):
     came_at: float
     looked: bool = False
     begun: bool = False
+    short: bool = False
+    """Whether less was found than it could use: more may become known while it waits."""
+    pause_s: float = LOOK_AGAIN_S
     again_at: float = 0.0
     start: int = 0
     stop: int = 0
@@ -157,9 +161,16 @@ class WaitingPrefetches:
                         return  # nobody behind it goes first
                     if waiting.begun and not pays:
                         self._chain.prefetches.stop(request)
-                    if waiting.begun or pays:
-                        self._open.discard(request)
-                    waiting.again_at = now + LOOK_AGAIN_S  # it may pay yet, if it waits for longer
+                    if waiting.short and (waiting.begun or pays):
+                        waiting.looked = waiting.begun = False
+                        waiting.again_at, waiting.pause_s = (
+                            now + waiting.pause_s,
+                            2 * waiting.pause_s,
+                        )
+                    else:
+                        if waiting.begun or pays:
+                            self._open.discard(request)
+                        waiting.again_at = now + LOOK_AGAIN_S  # it may pay yet, if it waits longer
             before += waiting.seconds
 
     def _look(
@@ -173,8 +184,11 @@ class WaitingPrefetches:
         """Find out what it will ask for. What another engine is just storing may yet come."""
         state.arrange(shapes, waiting.waits.ends, epoch)
         keys: Sequence[BlockKey] = []
+        waiting.short = False
         if not state.refused and state.columns:
             keys, waiting.start, waiting.stop = self._wanted(state, waiting.waits, shapes)
+            chunk = max(shape.tokens for shape in shapes.values())
+            waiting.short = waiting.stop + chunk <= waiting.waits.limit
         if keys:
             waiting.sizes = self._chain.prefetches.want(waiting.request, keys)
         if self._costs is not None:

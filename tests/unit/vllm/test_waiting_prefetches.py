@@ -23,7 +23,7 @@ from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.settings import ByteSize
 from kvtier.types import BlockKey, Presence
-from kvtier.vllm.waiting_prefetches import NEW_LOOKS, Waits
+from kvtier.vllm.waiting_prefetches import LOOK_AGAIN_S, NEW_LOOKS, Waits
 
 
 @pytest.fixture
@@ -110,6 +110,29 @@ def test_what_its_load_will_take_comes_while_it_waits(
     assert found.used == found.arrived == [0, needed]
     assert found.saved_seconds > 0
     assert worker_job.number
+
+
+def test_what_becomes_known_while_it_waits_comes_too(opened: Callable[..., Stack]) -> None:
+    """As of a neighbour, whose table is read a moment later."""
+    now = [0.0]
+    stack = opened()
+    asking = manager(stack, FULL, clock=lambda: now[0])
+    ends = asking.keys(6)
+    first, later = list(ends)[:2], list(ends)[2:]
+    on_disk(stack, {key: ends[key] for key in first})
+    came(asking, "a", ends)
+    asking.manager.on_schedule_end()
+    arrive(stack)
+    assert here(stack, ends) == 2
+    on_disk(stack, {key: ends[key] for key in later})
+    asking.manager.on_schedule_end()
+    arrive(stack)
+    assert here(stack, ends) == 2, "not looked for in each step"
+    now[0] += LOOK_AGAIN_S
+    for _ in range(2):
+        asking.manager.on_schedule_end()
+    arrive(stack)
+    assert here(stack, ends) == 6
 
 
 def test_the_next_turn_is_prefetched_first(opened: Callable[..., Stack]) -> None:
