@@ -25,7 +25,7 @@ COMMANDS = {
     "demo": ("demo", "See what it is good for: a prompt cold, warm, after a crash."),
     "ls": ("ls", "List what a stack holds, and show one block."),
     "du": ("du", "Show how full each tier is."),
-    "top": ("top", "See what servers do with their cache."),
+    "top": ("top.command", "See what servers do with their cache."),
     "explain": ("explain", "Say why a prompt hits or misses."),
     "pin": ("pin", "Keep the blocks of known prompts, or no longer."),
     "copy": ("copy", "Copy blocks between stacks and stores."),

@@ -82,7 +82,7 @@ def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def product_files() -> list[str]:
     library = [path.relative_to(ROOT) for path in (ROOT / "kvtier").rglob("*.py")]
     backends = ["kvtier" / path.relative_to(ROOT) for path in (ROOT / "backends").rglob("*.py")]
-    others = {"kvtier/py.typed", "kvtier/cli/top_page.html"}
+    others = {"kvtier/py.typed", "kvtier/cli/top/page.html"}
     return sorted({str(path) for path in library + backends} | others)
 
 

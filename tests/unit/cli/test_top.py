@@ -17,9 +17,10 @@ import pytest
 from support.processes import metrics_server
 from support.processes.metrics_server import STARTED, metrics
 
-from kvtier.cli import app, top
-from kvtier.cli.server_figures import ServerFigures, ServerWatch
-from kvtier.cli.top_page import PageServer
+from kvtier.cli import app
+from kvtier.cli.top import command as top
+from kvtier.cli.top.figures import ServerFigures, ServerWatch
+from kvtier.cli.top.page import PageServer
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -11,7 +11,7 @@ import typer
 
 from kvtier import amounts
 from kvtier.cli import console, options
-from kvtier.cli.server_figures import (
+from kvtier.cli.top.figures import (
     COMPUTED,
     ENGINE,
     LOADED,
@@ -76,7 +76,7 @@ def top(
     options.only_with("--page", page or None, port=port)
     watch = Watch([_base(each) for each in servers or [_LOCAL]])
     if page:
-        from kvtier.cli.top_page import serve_page
+        from kvtier.cli.top.page import serve_page
 
         serve_page(watch, every, _PORT if port is None else port)
     elif once or json or not console.stdout().is_terminal:

@@ -20,7 +20,7 @@ from importlib.resources import files
 import msgspec
 
 from kvtier.cli import console
-from kvtier.cli.server_figures import ServerFigures, Watch
+from kvtier.cli.top.figures import ServerFigures, Watch
 from kvtier.errors import ConfigError
 
 _HOST = "127.0.0.1"
@@ -49,7 +49,7 @@ class PageServer(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, port: int) -> None:
-        self.page = (files(__package__) / "top_page.html").read_bytes()
+        self.page = (files(__package__) / "page.html").read_bytes()
         self.policy = _policy(self.page.decode())
         self.figures = b""
         try:
