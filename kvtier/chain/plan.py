@@ -7,7 +7,7 @@ never an object for one block: a prompt has hundreds of them and the engine wait
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import msgspec
 
@@ -35,6 +35,11 @@ class LinkPlan(msgspec.Struct, frozen=True):
     target: int
     write: WritePolicy
     admission: Admission
+
+
+def leading(origins: Sequence[int]) -> int:
+    """How many blocks come before the first that no tier can give now."""
+    return sum(1 for _ in takewhile(lambda at: at not in (NOWHERE, COMING), origins))
 
 
 def plan_links(settings: Sequence[TierSettings]) -> list[LinkPlan]:

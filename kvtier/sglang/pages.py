@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from kvtier.chain.ledger import Ticket
-from kvtier.chain.plan import COMING, HOST, NOWHERE
+from kvtier.chain.plan import HOST, NOWHERE, leading
 from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.layout import Bytes, DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
@@ -191,7 +191,7 @@ class PageStore:
     def _found(self, keys: Sequence[BlockKey]) -> list[int]:
         """The tiers of those leading keys that can be had."""
         origins = self._chain.locate(keys)
-        return list(itertools.takewhile(lambda at: at not in (NOWHERE, COMING), origins))
+        return origins[: leading(origins)]
 
     def _missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         origins = self._chain.locate(keys)

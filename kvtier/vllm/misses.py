@@ -13,7 +13,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +21,7 @@ import xxhash
 
 from kvtier.chain.hits import Shape, windowed
 from kvtier.chain.misses import Cause, HashRing, Past
-from kvtier.chain.plan import COMING, NOWHERE
+from kvtier.chain.plan import leading
 from kvtier.chain.tier_chain import TierChain
 from kvtier.types import BlockKey, MissReason, Namespace, Outcome
 from kvtier.vllm.requests import RequestState
@@ -243,8 +242,7 @@ class RequestMisses:
 
     def _leading(self, keys: Sequence[BlockKey]) -> int:
         """How many of these come before the first that no tier gives now."""
-        places = self._chain.locate(keys)
-        return sum(1 for _ in takewhile(lambda at: at not in (NOWHERE, COMING), places))
+        return leading(self._chain.locate(keys))
 
     def _reason(self, state: RequestState, key: BlockKey) -> tuple[MissReason, str]:
         cause, decision = self._chain.why_missed(key), state.decision

@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
 
 from kvtier.chain.hits import HitRoom, Shape, asked, columns, needed, stops
-from kvtier.chain.plan import COMING, NOWHERE
+from kvtier.chain.plan import leading
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
 from kvtier.types import BlockKey
@@ -210,7 +209,7 @@ class WaitingPrefetches:
             first = start // tokens
             keys = known[first : waits.limit // tokens]
             places = self._chain.locate(keys)
-            lead = sum(1 for _ in takewhile(lambda at: at not in (NOWHERE, COMING), places))
+            lead = leading(places)
             return keys[:lead], first * tokens, (first + lead) * tokens
         spans = state.spans(shapes, self._group_bytes)
         places_by_group = columns(spans, start, self._chain.locate(asked(spans, start)))
