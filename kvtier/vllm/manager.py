@@ -111,7 +111,7 @@ class ChainManager:
         self.ahead = WaitingPrefetches(self.chain, costs, namespace.group_bytes, clock)
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
-        self._computing, self._epoch = False, b""
+        self._computing, self._epoch = 0, b""
         self.hints = Hints(
             self.chain, namespace, self._requests, lambda: (self.shapes, self._epoch), clock
         )
@@ -400,17 +400,19 @@ class ChainManager:
         if not self._requests.short_of_room:
             self.ahead.step(self._requests, self.shapes, self._epoch)
             self.hints.step()
+        if self.misses is not None:
+            self.misses.step(self._computing)
 
     def step_began(self, tokens: int, context: int, each: Mapping[str, int] = {}) -> None:
         """The engine computes so many prompt tokens now, after so many others; and of each."""
         self.load.stepped(each)
         self.load.pace.began(tokens, context)
-        self._computing = bool(tokens)
+        self._computing = tokens
 
     def give_up(self) -> int | None:
         """The job of a load that is not worth waiting for any longer, if the engine has nothing
         else to compute."""
-        busy = self._computing or self._requests.anybody_waits
+        busy = self._computing > 0 or self._requests.anybody_waits
         return None if busy else self._deadlines.give_up()
 
     def on_request_finished(self, request: str) -> None:
@@ -428,7 +430,8 @@ class ChainManager:
     @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed although no request is scheduled."""
-        return self.copying or self.chain.has_pending_work or self.hints.pending
+        explaining = self.misses is not None and self.misses.pending
+        return self.copying or self.chain.has_pending_work or self.hints.pending or explaining
 
     @property
     def idle(self) -> bool:

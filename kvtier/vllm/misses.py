@@ -3,7 +3,8 @@ reason.
 
 The chain knows what became of a block by its key. Which other salt, adapter or weights a prompt was
 computed for cannot be seen from keys: so prompts are remembered by their tokens alone, too. Both
-are bounded, and what was forgotten looks like what was never computed.
+are bounded, and what was forgotten looks like what was never computed. Tokens are hashed in pieces,
+some in each step, so that no step takes noticeably longer for a long prompt.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ logger = logging.getLogger(__name__)
 
 KEPT = 1024
 """So many of the last explanations can be asked for."""
-_PROMPT_ROWS, _CONTEXTS_MAX = 1 << 17, 1 << 14
+PIECE = 2048
+"""So many tokens of prompts are hashed in a step, or as many as the step before has computed."""
+_WAITING_MAX = 1 << 20
+"""Tokens of prompts that wait to be hashed."""
+_LOOK = 64
+"""Blocks that are looked for at once: most misses are among the first."""
+_PROMPT_ROWS, _CONTEXTS_MAX, _ENDS_MAX = 1 << 17, 1 << 14, 1 << 12
 _REASON_OF = {
     Outcome.CORRUPT: MissReason.CORRUPT,
     Outcome.GONE: MissReason.EVICTED,
     Outcome.TIMEOUT: MissReason.LOAD_LATE,
 }
+_BY_LABEL = {reason.label: reason for reason in MissReason}
 
 
 class PromptFacts(NamedTuple):
@@ -84,9 +92,9 @@ class Miss(msgspec.Struct):
         )
         if not self.reason:
             return found
-        reason = next(each for each in MissReason if each.label == self.reason)
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{found}; {self.missed_tokens} missed from there on: {reason.sentence}{detail}"
+        sentence = _BY_LABEL[self.reason].sentence
+        return f"{found}; {self.missed_tokens} missed from there on: {sentence}{detail}"
 
 
 class _Context(NamedTuple):
@@ -103,6 +111,8 @@ class PromptMemory:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
+        self._ends: dict[BlockKey, int] = {}
+        """The digests of prompts that were hashed last, by their last blocks."""
         self._forget()
 
     def _forget(self) -> None:
@@ -110,18 +120,32 @@ class PromptMemory:
         self._contexts: list[_Context] = []
         self._numbers: dict[_Context, int] = {}
 
-    def computes(
-        self, context: _Context, digests: Sequence[int], first: int
-    ) -> tuple[_Context, float] | None:
-        """A prompt's chunks from this one on are computed in this context: in which one that was
-        done before, and how many seconds ago. `digests` are those of all its leading chunks."""
-        number, now = self._number(context), self._clock() - self._began
-        before = next(self._ring.find(digests[first]), None)
-        fresh = digests[first:]
-        if first and all(fact != number for fact, _ in self._ring.find(digests[0])):
+    def known_part(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        """How many of these leading blocks were hashed already, and the digest up to there."""
+        for count in range(len(keys), 0, -1):
+            if (digest := self._ends.get(keys[count - 1])) is not None:
+                return count, digest
+        return 0, 0
+
+    def go_on(self, hashing: _Hashing, tokens: int) -> int:
+        """Hash about so many tokens more of a prompt that is being computed, and remember its
+        missing chunks; how many tokens it were."""
+        begin, digests = hashing.at, hashing.go_on(tokens)
+        number, now = self._number(hashing.context), self._clock() - self._began
+        fresh = digests[max(0, hashing.first - begin) :]
+        if begin <= hashing.first < hashing.at:
+            for fact, at in self._ring.find(fresh[0]):
+                hashing.before = (self._contexts[fact], now - at)
+                break
+        opens = begin == 0 < hashing.first
+        if opens and all(fact != number for fact, _ in self._ring.find(digests[0])):
             fresh = [digests[0], *fresh]
         self._ring.add(np.array(fresh, np.uint64), number, now)
-        return None if before is None else (self._contexts[before[0]], now - before[1])
+        if not hashing.left and hashing.last is not None:
+            self._ends[hashing.last] = digests[-1]
+            if len(self._ends) > _ENDS_MAX:
+                del self._ends[next(iter(self._ends))]
+        return len(digests) * hashing.step
 
     def _number(self, context: _Context) -> int:
         number = self._numbers.get(context)
@@ -133,13 +157,53 @@ class PromptMemory:
         return number
 
 
-def _digests(tokens: Sequence[int], step: int, stop: int) -> list[int]:
-    """A digest of all tokens up to the end of each chunk."""
-    digest, found = xxhash.xxh3_64(), []
-    for end in range(step, min(stop, len(tokens)) + 1, step):
-        digest.update(msgspec.msgpack.encode(tokens[end - step : end]))
-        found.append(digest.intdigest())
-    return found
+class _Hashing:
+    """A prompt on its way to digests, each of all tokens up to the end of a chunk."""
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        context: _Context,
+        step: int,
+        stop: int,
+        first: int,
+        keys: Sequence[BlockKey],
+        known: tuple[int, int],
+    ) -> None:
+        """Up to this token. `first` is the first missing chunk; before it so many are `known`, with
+        their digest. `keys` are the chunks' blocks, if each has one."""
+        self._tokens, self._chunks = tokens, min(stop, len(tokens)) // step
+        self.context, self.step, self.first = context, step, first
+        self.at, self._digest = known
+        """So many chunks are hashed."""
+        self.last = keys[self._chunks - 1] if 0 < self._chunks <= len(keys) else None
+        """The block of the last chunk."""
+        self.before: tuple[_Context, float] | None = None
+        """Where the first missing chunk was computed before, and how many seconds ago."""
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not hashed yet."""
+        return (self._chunks - self.at) * self.step if self.first < self._chunks else 0
+
+    def go_on(self, tokens: int) -> list[int]:
+        """Hash so many tokens more, and at least a chunk."""
+        digests, step = [], self.step
+        for at in range(self.at, min(self.at + max(1, tokens // step), self._chunks)):
+            chunk = msgspec.msgpack.encode(self._tokens[at * step : (at + 1) * step])
+            self._digest = xxhash.xxh3_64_intdigest(chunk, self._digest)
+            digests.append(self._digest)
+        self.at += len(digests)
+        return digests
+
+
+class _Unexplained(NamedTuple):
+    """A miss of which only its prompt's tokens can say more."""
+
+    miss: Miss
+    hashing: _Hashing
+    missing: Sequence[BlockKey]
+    """Blocks from the first missing one on."""
 
 
 def _difference(context: _Context, before: _Context) -> tuple[MissReason, str]:
@@ -171,6 +235,8 @@ class RequestMisses:
         self._elsewhere = elsewhere
         self._log = log
         self._prompts = PromptMemory(clock)
+        self._waiting: deque[_Unexplained] = deque()
+        self._waiting_tokens = 0
         self.latest: deque[Miss] = deque(maxlen=KEPT)
         self.counts = {reason: [0, 0] for reason in MissReason}
         """Requests and tokens."""
@@ -201,22 +267,53 @@ class RequestMisses:
             self.latest.append(miss)
             return
         if state.refused:
-            self._add(miss, end, MissReason.UNTRUSTED, "")
+            self._note(miss, end, MissReason.UNTRUSTED, "")
+            self._count(miss)
             return
         key = self._first_missing(state, shapes, found, end)
         miss.key = key.hex()
-        reason, detail = self._reason(state, key)
-        digests = _digests(prompt.tokens, step, end)
-        if found // step < len(digests):
-            context = _Context(epoch, hash(prompt.salt) if prompt.salt else 0, prompt.adapter)
-            before = self._prompts.computes(context, digests, found // step)
-            if reason is MissReason.NOT_COMPUTED and before is not None:
-                reason, detail = self._as_before(context, *before)
-        if reason is MissReason.NOT_COMPUTED:
-            rest = state.columns[0].known[found // step :] if state.is_prefix(shapes) else [key]
-            if (facts := self._elsewhere(rest)) is not None:
-                reason, detail = MissReason.OTHER_NAMESPACE, facts
-        self._add(miss, end, reason, detail)
+        self._note(miss, end, *self._reason(state, key))
+        first, keys = found // step, state.columns[0].known if state.is_prefix(shapes) else []
+        context = _Context(epoch, hash(prompt.salt) if prompt.salt else 0, prompt.adapter)
+        known = self._prompts.known_part(keys[:first])
+        hashing = _Hashing(prompt.tokens, context, step, end, first, keys, known)
+        unexplained = _Unexplained(miss, hashing, keys[first:] or [key])
+        room = not self._waiting or self._waiting_tokens + hashing.left <= _WAITING_MAX
+        if hashing.left and room:
+            self._waiting.append(unexplained)
+            self._waiting_tokens += hashing.left
+        else:
+            self._end(unexplained)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a prompt waits to be hashed."""
+        return bool(self._waiting)
+
+    def step(self, computed: int) -> None:
+        """Once a step: hash some of the prompts that wait, about as many tokens as the step before
+        has `computed`, which takes a hundredth of its time at most."""
+        left = max(PIECE, computed)
+        while self._waiting and left > 0:
+            unexplained = self._waiting.popleft()  # it does not come again if this should raise
+            hashing = unexplained.hashing
+            self._waiting_tokens -= hashing.left
+            left -= self._prompts.go_on(hashing, left)
+            if hashing.left:
+                self._waiting.appendleft(unexplained)
+                self._waiting_tokens += hashing.left
+            else:
+                self._end(unexplained)
+
+    def _end(self, unexplained: _Unexplained) -> None:
+        """All is known that ever will be of a miss."""
+        miss, hashing, missing = unexplained
+        unknown = MissReason.NOT_COMPUTED.label
+        if miss.reason == unknown and hashing.before is not None:
+            self._say(miss, *self._as_before(hashing.context, *hashing.before))
+        if miss.reason == unknown and (facts := self._elsewhere(missing)) is not None:
+            self._say(miss, MissReason.OTHER_NAMESPACE, facts)
+        self._count(miss)
 
     def _first_missing(
         self, state: RequestState, shapes: Mapping[int, Shape], found: int, end: int
@@ -242,7 +339,11 @@ class RequestMisses:
 
     def _leading(self, keys: Sequence[BlockKey]) -> int:
         """How many of these come before the first that no tier gives now."""
-        return leading(self._chain.locate(keys))
+        for start in range(0, len(keys), _LOOK):
+            some = keys[start : start + _LOOK]
+            if (count := leading(self._chain.locate(some))) < len(some):
+                return start + count
+        return len(keys)
 
     def _reason(self, state: RequestState, key: BlockKey) -> tuple[MissReason, str]:
         cause, decision = self._chain.why_missed(key), state.decision
@@ -315,14 +416,22 @@ class RequestMisses:
             miss.engine_tokens = min(before.engine_tokens, miss.tier_tokens)
             miss.tier_tokens -= miss.engine_tokens
         detail = f"its load ended with {failed[key].value}"
-        self._add(miss, end, MissReason.LOAD_LATE if late else reason, detail)
+        self._note(miss, end, MissReason.LOAD_LATE if late else reason, detail)
+        self._count(miss)
 
-    def _add(self, miss: Miss, end: int, reason: MissReason, detail: str) -> None:
+    def _note(self, miss: Miss, end: int, reason: MissReason, detail: str) -> None:
         miss.missed_tokens = max(0, end - miss.token)
-        miss.reason, miss.detail = reason.label, detail
-        self.counts[reason][0] += 1
-        self.counts[reason][1] += miss.missed_tokens
+        self._say(miss, reason, detail)
         self.latest.append(miss)
+
+    @staticmethod
+    def _say(miss: Miss, reason: MissReason, detail: str) -> None:
+        miss.reason, miss.detail = reason.label, detail
+
+    def _count(self, miss: Miss) -> None:
+        counts = self.counts[_BY_LABEL[miss.reason]]
+        counts[0] += 1
+        counts[1] += miss.missed_tokens
         if self._log:
             logger.info("request %s: %s", miss.request, miss.sentence)
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from engines.engine import Engine
 from kvtier.testing.subject import make_memory_folder
@@ -75,3 +80,26 @@ def flip(path: Path, start: int) -> None:
             byte = file.read(1)
             file.seek(at)
             file.write(bytes([byte[0] ^ 4]))
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of its own in this folder, which is as full as a disk when it is full."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "kvtier-test", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to mount a small file system: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take all the room that its file system has left; the file that has it."""
+    others = folder / "others"
+    with suppress(OSError), others.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    return others

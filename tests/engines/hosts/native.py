@@ -104,6 +104,16 @@ class NativeHost(Host):
         self.settle()
         return bool(self._llm.reset_prefix_cache(reset_connector=True))
 
+    def clear(self, tier: int) -> None:
+        """Forget all that one tier of the stack holds."""
+        with self._tier._lock:
+            self._tier._chain.tiers[tier].clear()
+
+    def rest(self, pause: float) -> None:
+        """For how long what has failed is left alone from now on."""
+        self._tier._chain._context.loads._rest = pause
+        self._tier._chain._context.stores._rest = pause
+
     def held(self) -> dict[str, int]:
         """How many blocks each tier of the stack holds."""
         tier = self._tier

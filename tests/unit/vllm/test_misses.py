@@ -26,7 +26,7 @@ from kvtier.types import BlockKey, Fate, MissReason, Namespace, Outcome
 from kvtier.vllm.identity.prompts import Prompt, chunk_keys
 from kvtier.vllm.manager import ChainManager
 from kvtier.vllm.miss_socket import LAST, MissSocket, ask_engines
-from kvtier.vllm.misses import KEPT, Miss, PromptFacts
+from kvtier.vllm.misses import KEPT, PIECE, Miss, PromptFacts
 from kvtier.vllm.protocol import Report
 
 CHUNK = 16
@@ -538,6 +538,36 @@ def test_of_a_block_s_history_that_counts_without_which_it_would_be_there(
     told = [each and (each.fate, each.tier) for each in found or (None, None)]
     wanted = [each and past(*each, 0.0)[:2] for each in (fate, besides)]
     assert told == wanted
+
+
+def test_a_long_prompt_is_hashed_in_pieces(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "pieces", slots=400)
+    manager = serving.manager
+    asked = Asked(list(range(2 * PIECE + 1)))
+    longer = Asked([*asked.tokens, *range(CHUNK)])
+
+    def steps() -> int:
+        """How many more steps there are until all is explained."""
+        count = 0
+        while manager.has_pending_work:
+            manager.on_schedule_end()
+            count += 1
+        return count
+
+    serving.ask(asked)
+    assert steps() == 1, "one has been"
+    miss = serving.ask(asked._replace(salt="other"))
+    assert (miss.reason, steps(), miss.reason) == ("not_computed", 1, "other_salt")
+    serving.store(asked)
+    assert serving.stack.settle()
+    miss = serving.ask(longer)
+    assert (miss.token, miss.reason, steps()) == (2 * PIECE, "not_computed", 0), "but its head"
+    miss = serving.ask(longer._replace(salt="other"))
+    assert (miss.token, steps(), miss.reason) == (0, 2, "not_stored")
+    manager.step_began(3 * PIECE, 0)
+    miss = serving.ask(longer._replace(salt="third"))
+    assert (miss.reason, steps()) == ("other_salt", 0), "as fast as prompts are computed"
+    serving.close()
 
 
 def test_what_was_explained_is_answered_by_a_socket_of_this_user_s(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines.engine import HOST, Engine, EngineError
-from engines.world import World, flip, prompt
+from engines.world import World, fill, flip, prompt, small_disk
+from support.object import object_servers
+from support.processes.dynamo_indexer import until
 
+RCLONE = HOST.parents[3] / ".venv" / "bin" / "rclone"
 NATIVE = HOST.with_name("native.py")
 PROMPTS = [prompt(seed, 900) for seed in range(3)]
+FULL = 900 // 128 * 128
 TOKENS = 12
 
 
@@ -45,6 +49,16 @@ class Native:
         }
         return self.world.engine(model or self.model, host=NATIVE, transfer=transfer, **arguments)
 
+    def objects(self) -> list[Path]:
+        """Where a store's server has the blocks."""
+        files = (self.world.folder / "data").rglob("*")
+        return [each for each in files if each.is_file() and each.stat().st_size > 1 << 16]
+
+    def lose_memory(self) -> None:
+        """As after a restart of the machine."""
+        for root in self.world.region.iterdir():
+            shutil.rmtree(root)
+
 
 @pytest.fixture
 def native(world: World, model: Callable[..., Path]) -> Native:
@@ -55,6 +69,21 @@ def native(world: World, model: Callable[..., Path]) -> Native:
 def right(plain_llama: Engine) -> list[list[int]]:
     """What an engine without any offloading answers."""
     return tokens(plain_llama.generate(prompts=PROMPTS, tokens=TOKENS))
+
+
+@pytest.fixture
+def server(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[object_servers.ServerProcess]:
+    """A real server of S3, whose bucket is the only tier below CPU memory."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with object_servers.rclone(native.world.folder, RCLONE) as server:
+        tier = {"kind": "object", "capacity": "1GiB", "url": "s3://bucket/blocks"}
+        tier |= {"endpoint": server.endpoint, "load_deadline": "60s"}
+        native.stack["tiers"][1:] = [tier]
+        yield server
 
 
 def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
@@ -75,14 +104,19 @@ def filled(native: Native, right: list[list[int]]) -> Engine:
 
 
 def test_prompts_are_found_after_kill_9(native: Native, right: list[list[int]]) -> None:
-    engine = filled(native, right)
-    assert engine.held()["nvme"] == len(PROMPTS) * (900 // 128)
+    engine = native.engine()
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+    engine.kill()  # what it stores is under way
+    engine = native.engine()
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+    assert engine.settle()
+    assert engine.held()["nvme"] == len(PROMPTS) * FULL // 128
     engine.kill()
     engine = native.engine()
     for forget in (lambda: None, engine.forget_memory):
         forget()
         answers = engine.generate(prompts=PROMPTS, tokens=TOKENS)
-        assert (tokens(answers), cached(answers)) == (right, [896, 896, 896])
+        assert (tokens(answers), cached(answers)) == (right, [FULL] * 3)
     assert engine.corrupt() == 0
     engine.shut_down()
     assert "Traceback" not in engine.log.read_text()
@@ -93,16 +127,78 @@ def test_a_bucket_serves_a_second_machine(native: Native, right: list[list[int]]
     native.stack["tiers"].append(store)
     filled(native, right).kill()
     shutil.rmtree(native.world.blocks)
-    for root in native.world.region.iterdir():
-        shutil.rmtree(root)
+    native.lose_memory()
     answers = native.engine().generate(prompts=PROMPTS, tokens=TOKENS)
-    assert (tokens(answers), cached(answers)) == (right, [896, 896, 896])
+    assert (tokens(answers), cached(answers)) == (right, [FULL] * 3)
+
+
+def test_a_real_bucket_that_stalls_stops_and_lies(
+    native: Native,
+    right: list[list[int]],
+    plain_llama: Engine,
+    server: object_servers.ServerProcess,
+) -> None:
+    filled(native, right).kill()
+    native.lose_memory()
+    engine = native.engine()
+    engine.rest(pause=1)
+
+    def ask() -> list[int]:
+        """How much of each prompt is found where only the bucket has it."""
+        assert engine.forget_memory()
+        engine.clear(tier=0)
+        answers = engine.generate(prompts=PROMPTS, tokens=TOKENS)
+        assert tokens(answers) == right
+        return cached(answers)
+
+    assert ask() == [FULL] * 3
+    other = prompt(50, 900)
+    expected = tokens(plain_llama.generate(prompts=[other], tokens=TOKENS))
+    assert engine.forget_memory()
+    engine.clear(tier=0)
+    server.freeze()
+    engine.begin(prompt=PROMPTS[0], tokens=TOKENS)
+    engine.begin(prompt=other, tokens=TOKENS)
+    assert engine.end() == {"tokens": expected[0], "cached": 0}, "it waits for no other's load"
+    server.kill()
+    assert engine.end() == {"tokens": right[0], "cached": 0}
+    assert ask() == [0] * 3
+    server.start()
+    until(lambda: ask() == [FULL] * 3)
+    for path in native.objects():
+        flip(path, 6144)
+    assert sum(ask()) < 3 * FULL
+    assert engine.corrupt() > 0
+    until(lambda: ask() == [FULL] * 3)  # they are written again
+    for path in native.objects():
+        path.unlink()
+    assert sum(ask()) < 3 * FULL
+    engine.shut_down()
+
+
+def test_a_full_disk_is_written_when_there_is_room(native: Native, right: list[list[int]]) -> None:
+    with small_disk(native.world.blocks, "24MiB"):
+        others = fill(native.world.blocks)
+        engine = native.engine()
+
+        def blocks_kept() -> int:
+            engine.clear(tier=0)
+            assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+            assert engine.forget_memory()
+            return int(engine.held()["nvme"])
+
+        assert blocks_kept() == 0
+        others.unlink()
+        until(lambda: blocks_kept() == len(PROMPTS) * FULL // 128)
+        engine.clear(tier=0)
+        answers = engine.generate(prompts=PROMPTS, tokens=TOKENS)
+        assert (tokens(answers), cached(answers)) == (right, [FULL] * 3)
+        engine.shut_down()
 
 
 def test_damaged_blocks_are_misses(native: Native, right: list[list[int]]) -> None:
     filled(native, right).kill()
-    for root in native.world.region.iterdir():
-        shutil.rmtree(root)
+    native.lose_memory()
     slabs = sorted(native.world.blocks.rglob("*.slab"))
     assert slabs
     for slab in slabs:
@@ -110,15 +206,23 @@ def test_damaged_blocks_are_misses(native: Native, right: list[list[int]]) -> No
     engine = native.engine()
     answers = engine.generate(prompts=PROMPTS, tokens=TOKENS)
     assert tokens(answers) == right
-    assert sum(cached(answers)) < 3 * 896
+    assert sum(cached(answers)) < 3 * FULL
     assert engine.corrupt() > 0
     assert engine.settle()
     assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
 
 
 def test_what_fails_is_a_miss(native: Native, right: list[list[int]]) -> None:
-    """The disk's folder is gone, the mover is killed, the tiers are smaller than the prompts."""
+    """The mover hangs, is killed, the disk's folder is gone, the tiers are smaller than the
+    prompts."""
+    for tier in native.stack["tiers"]:
+        tier["load_deadline"] = "3s"
     engine = filled(native, right)
+    engine.clear(tier=0)
+    assert engine.forget_memory()
+    os.kill(engine.mover(), signal.SIGSTOP)
+    assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+    assert engine.settle()
     os.kill(engine.mover(), signal.SIGKILL)
     assert engine.forget_memory()
     assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
