@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from engines.engine import HOST, Engine, EngineError
-from engines.world import World, flip, prompt
+from engines.world import World, fill, flip, prompt, small_disk
 from support.object import object_servers
 from support.processes.dynamo_indexer import until
 
@@ -230,6 +230,22 @@ def test_what_fails_is_a_miss(sglang: Sglang, right: list[list[int]]) -> None:
     for seed in range(3, 9):
         engine.generate(prompts=[prompt(seed, 900)], tokens=1)
     check()
+
+
+def test_a_full_disk_is_written_when_there_is_room(sglang: Sglang, right: list[list[int]]) -> None:
+    sglang.stack["tiers"][1]["capacity"] = "24MiB"
+    with small_disk(sglang.world.blocks, "24m"):
+        others = fill(sglang.world.blocks)
+        engine = sglang.engine()
+        for _ in range(2):
+            assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
+            until(engine.forget_memory)
+        assert sglang.held().get("nvme", 0) == 0
+        others.unlink()
+        for seed in range(3, 6):
+            engine.generate(prompts=[prompt(seed, 900)], tokens=1)
+        sglang.settle()
+        engine.kill()
 
 
 def mover_of(engine: Engine) -> int:

@@ -121,8 +121,13 @@ class NativeHost(Host):
             return {each.medium: each.stats().blocks for each in tier._chain.tiers}
 
     def mover(self) -> int:
-        """The process of the mover."""
-        return int(self._tier._stack.mover.pid)
+        """The process of the mover; waits for it if it is being started."""
+        end = time.monotonic() + SETTLE_S
+        while (found := self._tier._stack.mover.pid) is None:
+            if time.monotonic() > end:
+                raise TimeoutError("no mover")
+            time.sleep(0.01)
+        return int(found)
 
     def corrupt(self) -> int:
         """How many blocks were found to be."""

@@ -177,7 +177,8 @@ def test_a_real_bucket_that_stalls_stops_and_lies(
 
 
 def test_a_full_disk_is_written_when_there_is_room(native: Native, right: list[list[int]]) -> None:
-    with small_disk(native.world.blocks, "24MiB"):
+    native.stack["tiers"][1]["capacity"] = "24MiB"
+    with small_disk(native.world.blocks, "24m"):
         others = fill(native.world.blocks)
         engine = native.engine()
 
