@@ -224,14 +224,16 @@ def _check_room(root: Path, capacity: int, disk: Disk) -> None:
 
 def _wait_for_room(tier: CpuTier, keeper: SlabKeeper, root: Path) -> None:
     """Have the first slab. Beside neighbours that have all, an engine serves what they hold, and
-    stores nothing yet; raises MediumError where nobody has any."""
+    stores nothing yet; raises MediumError where nobody has any that it could serve. Neighbours of
+    another model, or of another rank of this one, are given time to hand over what they have."""
     end, tries = time.monotonic() + _ROOM_S, 0
     while not tier.has_room:
         tries += 1
         if tier.others_have_all and (time.monotonic() >= end or not tier.others_may_give):
             logger.warning("there is no room in %s yet: other engines have it", root)
             return
-        if not tier.others_have_all and tries > _TRIES:
+        tried = tries > _TRIES and (keeper.trouble or time.monotonic() >= end)
+        if tried and not tier.others_have_all:
             raise MediumError(
                 f"cannot make CPU memory in {root} ({keeper.trouble or 'there is no room'}): set "
                 "the cpu tier's path to a folder on tmpfs where you may write, and that has room"

@@ -115,7 +115,8 @@ class PageStore:
                 "put a tier of kind cpu first",
             )
         self._stack, self._chain = stack, stack.chain
-        records = RankRecords(pages.layout, stack.host.region, stack.namespace.digest)
+        self._region = stack.host.region
+        records = RankRecords(pages.layout, self._region, stack.namespace.digest)
         self._pages = pages
         self._copier = CpuCopier(records, pages.arrays)
         self._load_s = min(LOAD_S, max(each.load_deadline.seconds for each in stack.config.tiers))
@@ -226,6 +227,7 @@ class PageStore:
             self._jobs[number] = job
             try:
                 if job.reserved:
+                    self._region.refresh()  # host memory may have grown
                     ids = np.array([page_of[key] for key in job.reserved], np.int64)
                     self._copier.submit(
                         CopyJob(

@@ -122,7 +122,8 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         layout = DeviceLayout((tensor,), ((PageRef(0, size),),))
         host = self._stack.host
         assert isinstance(host, RegionHandler), "the cpu tier comes first"
-        return CpuCopier(RankRecords(layout, host.region, self._stack.namespace.digest), [pages])
+        self._region = host.region
+        return CpuCopier(RankRecords(layout, self._region, self._stack.namespace.digest), [pages])
 
     # -- lookups ---------------------------------------------------------------------------------
 
@@ -183,6 +184,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         if not job.reserved:
             self._end(asked.job_id, {}, ok=kind is TransferKind.STORE)
             return True
+        self._region.refresh()  # host memory may have grown
         ids = np.array([chunks[key] for key in job.reserved], np.int64)
         self._copier.submit(
             CopyJob(

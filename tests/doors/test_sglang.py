@@ -14,6 +14,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +243,14 @@ def test_a_full_disk_is_written_when_there_is_room(sglang: Sglang, right: list[l
             until(engine.forget_memory)
         assert sglang.held().get("nvme", 0) == 0
         others.unlink()
-        for seed in range(3, 6):
-            engine.generate(prompts=[prompt(seed, 900)], tokens=1)
-        sglang.settle()
+        seeds = count(3)
+
+        def written() -> bool:
+            engine.generate(prompts=[prompt(next(seeds), 900)], tokens=1)
+            return sglang.held().get("nvme", 0) > 0
+
+        until(written)
+        assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
         engine.kill()
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ def opened(tmp_path: Path, memory: Path) -> Iterator[Callable[..., PageStore]]:
     """Opens a store over a pool's pages, in the same two folders each time."""
     stores: list[PageStore] = []
 
-    def open_store(pool: Pool, cpu: str = "4MiB", *, serving: bool = False) -> PageStore:
+    def open_store(
+        pool: Pool, cpu: str = "4MiB", *, serving: bool = False, engine: str | None = None
+    ) -> PageStore:
         tiers = [
             {"kind": "cpu", "path": str(memory), "capacity": cpu},
             {"kind": "nvme", "path": str(tmp_path), "capacity": "64MiB", "free_floor": 0},
@@ -88,7 +91,8 @@ def opened(tmp_path: Path, memory: Path) -> Iterator[Callable[..., PageStore]]:
         facts = {"model": "pages", "layout": pool.layout}
         namespace = Namespace(facts=facts, group_bytes=host.layout.group_bytes)
         config = {"version": 1, "name": "pages", "tiers": tiers}
-        stores.append(PageStore(Stack.open(config, namespace, serving=serving), host))
+        stack = Stack.open(config, namespace, serving=serving, engine=engine)
+        stores.append(PageStore(stack, host))
         return stores[-1]
 
     yield open_store
@@ -247,3 +251,24 @@ def test_equal_keys_of_one_call_are_one_page(opened: Callable[..., PageStore]) -
     store = opened(pool)
     twice: list[BlockKey] = [KEYS[0], KEYS[0]]
     assert store.store(twice, [0, 0]) == [True, True]
+
+
+def test_host_memory_grows_when_a_neighbour_ends(opened: Callable[..., PageStore]) -> None:
+    other = opened(Pool("layer_first"), "16MiB", serving=True, engine="other")
+    while other._chain.tiers[0].stats().bytes_capacity < 15 << 20:  # it makes its memory
+        other._stack.mover.wait(0.01)
+    pool = Pool("page_first")
+    pool.fill()
+    store = opened(pool, "16MiB", serving=True, engine="own")
+    numbers, places = count(1000), list(range(PAGES))
+    host = store._chain.tiers[0]
+    had = host.stats().bytes_capacity
+    other.close()
+    grown = 0
+    while grown < 8:  # batches, so that some go there
+        keys = [block_key(next(numbers).to_bytes(32)) for _ in places]
+        assert store.store(keys, places) == [True] * PAGES
+        grown += host.stats().bytes_capacity > had
+    pool.kv_buffer[:] = 0
+    assert store.load(keys, places[::-1]) == PAGES
+    assert all(pool.right(key, PAGES - 1 - key) for key in places)
