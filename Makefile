@@ -129,7 +129,7 @@ DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
 AZURITE := 3.37.0
 
 test-doors: $(VLLM_STAMP) $(DOORS_STAMP) $(STAMP) test-sglang
-	$(VLLM_BIN)/pytest -m doors tests/doors/test_dynamo.py
+	$(VLLM_BIN)/pytest -m doors --ignore tests/doors/test_sglang.py tests/doors
 	@[ -x node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
 		npm install --silent --no-save --no-package-lock azurite@$(AZURITE)
 	$(BIN)/pytest $(SHARED) -k "azure or azurite" tests/object

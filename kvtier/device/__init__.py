@@ -8,6 +8,7 @@
 - `queue`: jobs in, batches out, results back, between the engine and the copier's threads.
 - `cpu`: the copier for an engine whose tensors lie in host memory; `host_kernels`: its copies with
   a checksum in one pass, built for this processor.
+- `host_copies`: jobs of that copier for engines that keep host memory of their own.
 - `pacing`: when an engine leaves room, for pinning and for stores.
 - `pinned`: host memory that a device reaches directly.
 - `direct`: reads from files straight into device memory (GPUDirect Storage).

@@ -1,7 +1,6 @@
 """Pages of an engine's host memory on their way to the tiers of a stack, and back.
 
-A page is one record. The copier moves it between the engine's pages and the slots of the stack's
-cpu tier, takes its checksum on the way in, and proves it on the way out. The mover does the rest.
+A page is one record, which passes through the slots of the stack's cpu tier.
 """
 
 from __future__ import annotations
@@ -11,24 +10,21 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvtier.chain.ledger import Ticket
 from kvtier.chain.plan import HOST, NOWHERE, leading
-from kvtier.device.copier import CopyJob
-from kvtier.device.cpu import CpuCopier
-from kvtier.device.layout import Bytes, DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.records import RankRecords
+from kvtier.device.host_copies import HostCopies
+from kvtier.device.layout import Bytes, DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import ConfigError
 from kvtier.guard import guarded
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.interfaces.mover import TransferKind
 from kvtier.stack import Stack
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +37,6 @@ _POLL_S = 0.05
 _PAUSE_S = 0.002
 """Between two polls of the chain, so that a busy mover does not take the interpreter's lock from
 the engine all the time."""
-_BLAMED = (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR)
-"""What says that a record itself is bad."""
 
 
 class HostPages(msgspec.Struct, frozen=True):
@@ -89,16 +83,6 @@ class HostPages(msgspec.Struct, frozen=True):
         return cls(DeviceLayout(tuple(tensors), (refs,)), arrays, pool.kv_buffer)
 
 
-class _PageJob(msgspec.Struct, eq=False):
-    """Copies under way, for a caller that waits for them."""
-
-    reserved: Sequence[BlockKey]
-    ticket: Ticket | None = None
-    """Of a load."""
-    copied: set[BlockKey] = msgspec.field(default_factory=set)
-    ended: bool = False
-
-
 class PageStore:
     """Stores pages in a stack, and loads them; for any number of threads.
 
@@ -115,14 +99,13 @@ class PageStore:
                 "put a tier of kind cpu first",
             )
         self._stack, self._chain = stack, stack.chain
-        self._region = stack.host.region
-        records = RankRecords(pages.layout, self._region, stack.namespace.digest)
         self._pages = pages
-        self._copier = CpuCopier(records, pages.arrays)
+        self._copies = HostCopies(
+            stack.chain, stack.host, stack.namespace, pages.layout, pages.arrays
+        )
         self._load_s = min(LOAD_S, max(each.load_deadline.seconds for each in stack.config.tiers))
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._jobs: dict[int, _PageJob] = {}
         self._closed = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="kvtier-poll", daemon=True)
         self._poller.start()
@@ -182,7 +165,7 @@ class PageStore:
             return
         self._closed.set()
         self._poller.join()
-        self._copier.close()
+        self._copies.copier.close()
         with self._lock:
             self._collect()
             self._stack.close()
@@ -218,62 +201,25 @@ class PageStore:
         page_of = dict(zip(keys, pages, strict=False))
         with self._lock:
             number = next(self._ids)
-            if kind is TransferKind.STORE:
-                reservation = self._chain.prepare_store(keys)
-                job, spec = _PageJob(reservation.keys), reservation.spec
-            else:
-                ticket = self._chain.begin_load(keys, f"pages-{number}", end, proves=True)
-                job, spec = _PageJob(ticket.keys, ticket), ticket.spec
-            self._jobs[number] = job
-            try:
-                if job.reserved:
-                    self._region.refresh()  # host memory may have grown
-                    ids = np.array([page_of[key] for key in job.reserved], np.int64)
-                    self._copier.submit(
-                        CopyJob(
-                            id=number,
-                            kind=kind,
-                            keys=job.reserved,
-                            slots=getattr(spec, "slots", ()),
-                            blocks=DeviceBlocks(ids, [len(ids)], [0]),
-                            deadline=end if kind is TransferKind.LOAD else float("inf"),
-                        )
-                    )
-                else:
-                    self._end(number, {})
-            except BaseException:
-                self._end(number, dict.fromkeys(job.reserved, Outcome.DROPPED))
-                raise
+            job = self._copies.begin(number, kind, page_of, f"pages-{number}", end)
         while not job.ended:
-            self._copier.wait([number])
+            self._copies.copier.wait([number])
             with self._lock:
                 self._collect()
             if not job.ended:  # a copy hangs
                 self._closed.wait(_POLL_S)
+        if job.failed and kind is TransferKind.LOAD:
+            logger.warning(
+                "%d of %d pages could not be loaded (%s): they are recomputed",
+                len(job.failed),
+                len(job.reserved),
+                job.why,
+            )
         return job.copied
 
     def _collect(self) -> None:
-        for result in self._copier.poll():
-            outcomes = zip(self._jobs[result.id].reserved, result.outcomes, strict=True)
-            self._end(result.id, {key: outcome for key, outcome in outcomes if not outcome.ok})
-
-    def _end(self, number: int, failed: Mapping[BlockKey, Outcome]) -> None:
-        """Let go of what a job held."""
-        job = self._jobs.pop(number)
-        job.copied = {key for key in job.reserved if key not in failed}
-        job.ended = True
-        if job.ticket is None:
-            self._chain.complete_store(job.reserved, failed)
-            return
-        blamed = {key: outcome for key, outcome in failed.items() if outcome in _BLAMED}
-        self._chain.end_load(job.ticket, blamed, proved=job.copied)
-        if failed:
-            logger.warning(
-                "%d of %d pages could not be loaded (%s): they are recomputed",
-                len(failed),
-                len(job.reserved),
-                ", ".join(sorted({each.value for each in failed.values()})),
-            )
+        for result in self._copies.copier.poll():
+            self._copies.end(result)
 
     def _poll(self) -> None:
         while not self._closed.wait(_PAUSE_S):
@@ -283,6 +229,4 @@ class PageStore:
     def _step(self) -> None:
         self._stack.mover.wait(_POLL_S)
         with self._lock:
-            self._chain.poll()
-            for tier in self._chain.tiers:
-                tier.take_events()  # nobody asks for them
+            self._copies.poll_chain()

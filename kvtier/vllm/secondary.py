@@ -24,17 +24,15 @@ import numpy as np
 import vllm
 
 from kvtier import config as stack_config
-from kvtier.chain.ledger import Ticket
-from kvtier.device.copier import CopyJob, CopyResult
-from kvtier.device.cpu import CpuCopier
-from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.records import RankRecords
+from kvtier.device.copier import CopyResult
+from kvtier.device.host_copies import HostCopies, HostCopy
+from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.errors import ConfigError
 from kvtier.guard import guarded
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.interfaces.mover import TransferKind
 from kvtier.stack import Stack
-from kvtier.types import BlockKey, Namespace, Outcome, Presence
+from kvtier.types import BlockKey, Namespace, Presence
 from kvtier.vllm import unsupported_modes
 from kvtier.vllm.hooks import cache_groups, config, engine, interfaces, tiering
 from kvtier.vllm.hooks.versions import check_version, warn_if_untested
@@ -46,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.05
 """An engine that has not stepped for so long is idle: a thread calls the chain in its place."""
-_BLAMED = (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR)
-"""What says that a block itself is bad."""
 
 
 class _Job(msgspec.Struct):
@@ -55,10 +51,6 @@ class _Job(msgspec.Struct):
 
     keys: Mapping[BlockKey, bytes]
     request: str
-    reserved: list[BlockKey]
-    """Those that have a slot, of a store."""
-    ticket: Ticket | None = None
-    """Of a load."""
 
 
 class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
@@ -94,7 +86,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         )
         self._chain = self._stack.chain
         try:
-            self._copier = self._open_copier(primary_kv_view)
+            self._copies = self._open_copies(primary_kv_view)
         except BaseException:
             self._stack.close()
             raise
@@ -114,16 +106,15 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         engine.install()
         logger.info("KV cache is kept, and found again: %s", self._stack.summary())
 
-    def _open_copier(self, view: memoryview) -> CpuCopier:
-        """Copies between vLLM's chunks, as blocks of one group, and slots of the cpu tier."""
+    def _open_copies(self, view: memoryview) -> HostCopies:
+        """Between vLLM's chunks, as blocks of one group, and slots of the cpu tier."""
         pages = np.frombuffer(view, np.uint8).reshape(-1, self.block_size_bytes)
         chunks, size = pages.shape
         tensor = DeviceTensor(pages.ctypes.data, chunks, size, size)
         layout = DeviceLayout((tensor,), ((PageRef(0, size),),))
-        host = self._stack.host
+        host, namespace = self._stack.host, self._stack.namespace
         assert isinstance(host, RegionHandler), "the cpu tier comes first"
-        self._region = host.region
-        return CpuCopier(RankRecords(layout, self._region, self._stack.namespace.digest), [pages])
+        return HostCopies(self._chain, host, namespace, layout, [pages])
 
     # -- lookups ---------------------------------------------------------------------------------
 
@@ -154,48 +145,24 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
 
     def _submit(self, asked: Any, kind: TransferKind) -> None:
         with self._lock:
-            if not self._begin(asked, kind) and not self._abandon(asked.job_id):
+            if not self._begin(asked, kind):
+                if kind is TransferKind.LOAD:  # else the request would ask for it for ever
+                    self._failed.setdefault(asked.req_context.req_id, set()).update(asked.keys)
                 self._finish(asked.job_id, ok=False)
 
     @guarded(lambda: False)
-    def _abandon(self, number: int) -> bool:
-        """End a job that the copier did not take; says whether it had begun."""
-        if number not in self._jobs:
-            return False
-        self._end(number, dict.fromkeys(self._jobs[number].reserved, Outcome.DROPPED), ok=False)
-        return True
-
-    @guarded(lambda: False)
     def _begin(self, asked: Any, kind: TransferKind) -> bool:
-        """Begin a job, or end it at once if there is nothing to be copied."""
-        now, request = time.monotonic(), asked.req_context.req_id
-        keys = list(asked.keys)
+        """Begin a job; it ends at once if there is nothing to be copied."""
+        keys, request = list(asked.keys), asked.req_context.req_id
         known = salted(keys, self._epoch)
-        chunks = dict(zip(known, asked.chunk_ids, strict=True))
-        job = _Job(dict(zip(known, keys, strict=True)), request, [])
-        deadline = now + self._load_seconds
-        if kind is TransferKind.STORE:
-            reservation = self._chain.prepare_store([] if self._stale else list(chunks))
-            job.reserved, spec = reservation.keys, reservation.spec
-        else:
-            job.ticket = self._chain.begin_load(list(chunks), request, deadline, proves=True)
-            job.reserved, spec = list(job.ticket.keys), job.ticket.spec
-        self._jobs[asked.job_id] = job
-        if not job.reserved:
-            self._end(asked.job_id, {}, ok=kind is TransferKind.STORE)
-            return True
-        self._region.refresh()  # host memory may have grown
-        ids = np.array([chunks[key] for key in job.reserved], np.int64)
-        self._copier.submit(
-            CopyJob(
-                id=asked.job_id,
-                kind=kind,
-                keys=job.reserved,
-                slots=getattr(spec, "slots", ()),
-                blocks=DeviceBlocks(ids, [len(ids)], [0]),
-                deadline=float("inf") if kind is TransferKind.STORE else deadline,
-            )
-        )
+        places = dict(zip(known, asked.chunk_ids, strict=True))
+        if self._stale and kind is TransferKind.STORE:
+            places = {}
+        deadline = time.monotonic() + self._load_seconds
+        self._jobs[asked.job_id] = _Job(dict(zip(known, keys, strict=True)), request)
+        copy = self._copies.begin(asked.job_id, kind, places, request, deadline)
+        if copy.ended:
+            self._end(copy)
         return True
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -205,45 +172,33 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def _collect(self) -> None:
-        for result in self._copier.poll():
+        for result in self._copies.copier.poll():
             if not self._take(result):
                 self._finish(result.id, ok=False)
 
     @guarded(lambda: False)
     def _take(self, result: CopyResult) -> bool:
-        reserved = self._jobs[result.id].reserved
-        outcomes = zip(reserved, result.outcomes, strict=True)
-        failed = {key: outcome for key, outcome in outcomes if not outcome.ok}
-        self._end(result.id, failed, ok=not failed, result=result)
+        self._end(self._copies.end(result))
         return True
 
-    def _end(
-        self,
-        number: int,
-        failed: Mapping[BlockKey, Outcome],
-        *,
-        ok: bool,
-        result: CopyResult | None = None,
-    ) -> None:
-        """Let go of what a job held, and tell vLLM how it ended."""
-        job = self._jobs.pop(number)
-        if job.ticket is None:
-            self._chain.complete_store(job.reserved, failed)
-            self._finish(number, ok=ok, result=result)
+    def _end(self, copy: HostCopy) -> None:
+        """Tell vLLM how a job has ended."""
+        job = self._jobs[copy.number]
+        if copy.ticket is None:
+            self._finish(copy.number, ok=not copy.failed, result=copy.result)
             return
-        came = [key for key in job.reserved if key not in failed]
-        blamed = {key: outcome for key, outcome in failed.items() if outcome in _BLAMED}
-        self._chain.end_load(job.ticket, blamed, proved=came)
-        if lost := job.keys.keys() - set(came):
+        came = copy.copied
+        if lost := job.keys.keys() - came:
             logger.warning(
                 "%d of %d blocks for request %s could not be loaded (%s): they are recomputed",
                 len(lost),
                 len(job.keys),
                 job.request,
-                ", ".join(sorted({each.value for each in failed.values()})) or "no room",
+                copy.why,
             )
             self._failed.setdefault(job.request, set()).update(job.keys[key] for key in lost)
-        self._finish(number, ok=not lost, result=result, came=[job.keys[key] for key in came])
+        came_by = [job.keys[key] for key in copy.reserved if key in came]
+        self._finish(copy.number, ok=not lost, result=copy.result, came=came_by)
 
     def _finish(
         self,
@@ -253,6 +208,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         result: CopyResult | None = None,
         came: Collection[bytes] = (),
     ) -> None:
+        self._jobs.pop(number, None)
         self._finished.append(
             tiering.JobResult(
                 job_id=number,
@@ -278,9 +234,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def _poll(self) -> None:
-        self._chain.poll()
-        for tier in self._chain.tiers:
-            tier.take_events()  # nobody asks for them
+        self._copies.poll_chain()
 
     def _poll_idle(self) -> None:
         while not self._closed.wait(_IDLE_S):
@@ -308,7 +262,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         """vLLM resets its caches, and calls this for nothing else."""
         with self._lock:
             under_way = list(self._jobs)
-        self._copier.wait(under_way)
+        self._copies.copier.wait(under_way)
         with self._lock:
             self._collect()
             self._stale = False
@@ -320,10 +274,10 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         self._closed.set()
         self._idle.join()
         with self._lock:
-            self._copier.close()
+            self._copies.copier.close()
             self._collect()
             self._stack.close()
-            del self._copier  # it has a view of vLLM's memory, which vLLM is about to unmap
+            del self._copies  # it has a view of vLLM's memory, which vLLM is about to unmap
 
 
 def _namespace(
