@@ -1,13 +1,11 @@
 """An SGLang engine with HiCache that does what it is told: one JSON line a command, as `host.py`.
 
-Its scheduler is a process of its own: what the tiers hold is seen from outside. SGLang would start
-its processes anew; here they are forked, since most of their start is importing.
+Its scheduler is a process of its own: what the tiers hold is seen from outside.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from typing import Any
 
 from host import main
@@ -42,8 +40,6 @@ class SglangHost:
         """Build the engine; with HiCache, if the settings of its storage are given."""
         import sglang
 
-        multiprocessing.set_start_method("fork", force=True)
-        multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
         named: dict[str, Any] = dict(ENGINE)
         if storage is not None:
             named |= HICACHE

@@ -7,6 +7,8 @@ too; only those that import SGLang notice. It stands in for
 - torchvision's compiled part, of which there is none for this torch: SGLang only imports it,
 - streams and events, which torch for CPUs lacks in part: all work is done when it is asked for,
 - pinned memory, and SGLang's copies between host memory and the device.
+
+SGLang would start its processes anew; here they are forked, since most of their start is importing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import sys
 import types
 from collections.abc import Sequence
@@ -89,6 +92,8 @@ class Finder(importlib.abc.MetaPathFinder):
             return importlib.machinery.ModuleSpec(name, Loader(), is_package=True)
         if name in ("sglang", "torchvision") and not self._prepared:
             self._prepared = True
+            multiprocessing.set_start_method("fork", force=True)
+            multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
             prepare_torch()
         if name in ADAPTED:
             sys.meta_path.remove(self)
