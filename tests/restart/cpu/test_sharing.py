@@ -118,7 +118,7 @@ def test_who_reads_what_its_owner_uses_again_gets_right_bytes_or_none(tmp_path: 
     with opened(tmp_path, blocks=BLOCKS) as a, child(OVERWRITER, tmp_path, BLOCKS) as process:
         expect(process, "ready")
         handler = BACKEND.open_handler(settings(tmp_path), CONTEXT)
-        end, seen = time.monotonic() + 3 * WAIT_S, 0
+        end, seen = time.monotonic() + 15 * WAIT_S, 0  # it ends by count: a busy machine is slow
         while outcomes.count(Outcome.OK) < 200 and time.monotonic() < end:
             a.tick()
             keys = make_keys(4096, start=seen)
