@@ -246,21 +246,19 @@ def test_after_a_reset_engines_find_nothing_of_each_other(disk: Stack) -> None:
 
 
 def test_memory_is_waited_for_where_it_is_shared(stack: Stack) -> None:
-    """By an engine with no other tier: while another engine of its stack has a part of it."""
-    engine = Answering(stack, (FULL,))
-    ends = engine.asking.keys(2)
-    engine.comes("alone")
-    assert not engine.waits("alone", ends, 2 * CHUNK)
+    """By an engine with no other tier: where another engine of its stack has some of it."""
+    alone = Answering(stack, (FULL,))
+    ends = alone.asking.keys(2)
+    alone.comes("a")
+    assert not alone.waits("a", ends, 2 * CHUNK)
     with Stack.open(stack.config, TWO_GROUPS) as other:
-        (tier,) = stack.chain.tiers
-        while not tier.shared:
-            tier.refresh()
+        engine = Answering(other, (FULL,))
         engine.comes("a")
         assert engine.waits("a", ends, 2 * CHUNK)
-        stored(other, ends)
-        while None in (found := engine.asking.answers("a", ends, 2 * CHUNK)):
-            tier.refresh()
-        assert found == {True}
+        stored(stack, ends)
+        other.chain.tiers[0].refresh()
+        assert not engine.waits("a", ends, 2 * CHUNK)
+        assert engine.asking.hit("a", ends, 2 * CHUNK) == 2 * CHUNK
 
 
 def test_short_prompts_are_waited_for_as_long_as_computing_takes(disk: Stack) -> None:
