@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 from engines.engine import HOST, Engine
 from engines.world import World, flip, prompt
+from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
+RCLONE = Path(__file__).parents[3] / ".venv" / "bin" / "rclone"
 LENGTHS = (1100, 600)
 HITS = [1024, 512]
 MARGIN = 1e-3
@@ -94,6 +97,63 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
     (described,) = (world.folder / "bucket").glob("*/namespace.json")
     described_as = json.loads(described.read_text())
     assert (described_as["parts"], described_as["facts"]["tensor_parallel"]) == (None, "any")
+
+
+def memory_of_all(world: World) -> list[dict[str, Any]]:
+    """Two stacks, for two engines of one machine that have nothing but memory."""
+    stack = stack_of(world)
+    return [stack | {"tiers": stack["tiers"][:1]}] * 2
+
+
+def memory_of_each_and_a_bucket(world: World, server: ServerProcess) -> list[dict[str, Any]]:
+    """Two stacks, for two machines that share a bucket."""
+    bucket = {"kind": "object", "url": "s3://bucket/kv", "endpoint": server.endpoint}
+    bucket |= {"capacity": "1GiB", "refresh": "200ms"}
+    stacks = []
+    for machine in ("one", "two"):
+        (folder := world.region / machine).mkdir()
+        cpu = {"kind": "cpu", "path": str(folder), "capacity": "64MiB"}
+        stacks.append(stack_of(world, tiers=[cpu, bucket]))
+    return stacks
+
+
+@pytest.mark.parametrize("by", ["memory", "bucket"])
+def test_a_prompt_is_handed_over_to_another_size(
+    world: World, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Both ways, and before its blocks are where the other engine finds them."""
+    folder, of_two, of_one = model("llama"), prompts(90), prompts(100)
+    with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
+        expected = [[plain.weigh(prompt=each) for each in asked] for asked in (of_two, of_one)]
+    with ExitStack() as opened:
+        if by == "bucket":
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+            server = opened.enter_context(rclone(world.folder, RCLONE))
+            one, other = memory_of_each_and_a_bucket(world, server)
+        else:
+            one, other = memory_of_all(world)
+        two_ranks = opened.enter_context(world.engine(folder, tensor_parallel_size=2, stack=one))
+        one_rank = opened.enter_context(world.engine(folder, stack=other))
+        ways = ((two_ranks, one_rank, of_two), (one_rank, two_ranks, of_one))
+        for (computes, answers, asked), known in zip(ways, expected, strict=True):
+            answers.wait_for_others(patience=1e9)
+            check([hand_over(computes, answers, each) for each in asked], known, HITS)
+            facts = answers.facts()
+            hits = facts["chain"]["hits"]
+            assert hits[-1] == sum(hits) == sum(HITS) // 256
+            assert (facts["failed_loads"], facts["late_loads"], facts["mistakes"]) == (0, 0, 0)
+
+
+def hand_over(computes: Engine, answers: Engine, prompt: list[int]) -> dict[str, Any]:
+    """As a router lets one engine compute a prompt, and another go on with it."""
+    limits = {"do_remote_decode": True, "do_remote_prefill": False}
+    said = computes.generate_with(prompt=prompt, tokens=1, limits=limits)["transfer"]
+    del said["remote_prefill_cached_tokens"]  # of which vLLM tells in place of hits
+    answers.begin(prompt=prompt, tokens=16, limits=said)
+    computes.settle()
+    answered: dict[str, Any] = answers.end()
+    return answered
 
 
 def test_what_is_spoilt_is_computed_by_an_engine_of_another_size(
