@@ -109,10 +109,12 @@ def memory_of_each_and_a_bucket(world: World, server: ServerProcess) -> list[dic
     """Two stacks, for two machines that share a bucket."""
     bucket = {"kind": "object", "url": "s3://bucket/kv", "endpoint": server.endpoint}
     bucket |= {"capacity": "1GiB", "refresh": "200ms"}
+    bucket |= {"idle_timeout": "60s", "load_deadline": "60s"}  # processors may be busy
     stacks = []
     for machine in ("one", "two"):
         (folder := world.region / machine).mkdir()
         cpu = {"kind": "cpu", "path": str(folder), "capacity": "64MiB"}
+        cpu["load_deadline"] = "60s"
         stacks.append(stack_of(world, tiers=[cpu, bucket]))
     return stacks
 
