@@ -18,6 +18,7 @@ import pytest
 from engines.engine import HOST, Engine
 from engines.world import World, flip, prompt
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
+from support.processes.cli_world import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
 RCLONE = Path(__file__).parents[3] / ".venv" / "bin" / "rclone"
@@ -156,6 +157,63 @@ def hand_over(computes: Engine, answers: Engine, prompt: list[int]) -> dict[str,
     computes.settle()
     answered: dict[str, Any] = answers.end()
     return answered
+
+
+def test_commands_on_what_engines_of_two_sizes_have_stored(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """One namespace, whose records are copied, proved and found whatever number of parts they
+    have; an engine of any size hits what was copied for it."""
+    folder, asked = model("llama"), prompts(110) + prompts(120)
+    asked_file = world.folder / "prompts.jsonl"
+    asked_file.write_text("".join(json.dumps({"tokens": each}) + "\n" for each in asked))
+    with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
+        expected = [plain.weigh(prompt=each) for each in asked]
+    stack = stack_of(world)
+    cpu, nvme, bucket = stack["tiers"]
+    first, fresh, copied = (world.folder / f"{name}.yaml" for name in ("first", "fresh", "copied"))
+    copy, blocks = world.folder / "copy", 2 * sum(HITS) // 256
+    for file, tiers in (
+        (first, [cpu, bucket]),
+        (fresh, [cpu, nvme]),
+        (copied, [cpu, bucket | {"url": copy.as_uri()}]),
+    ):
+        file.write_text(json.dumps(stack | {"name": file.stem, "tiers": tiers}))
+    for prompts_of, ranks in ((asked[:2], 2), (asked[2:], 1)):
+        with world.engine(folder, stack=str(first), tensor_parallel_size=ranks) as engine:
+            engine.generate(prompts=prompts_of)
+            engine.settle()
+            engine.kill()
+    listed = run("ls", "-c", first)["namespaces"]
+    assert [(each["kind"], each["blocks"]) for each in listed] == [
+        ("cpu", blocks),
+        ("object", blocks),
+    ]
+    assert {each["facts"]["tensor_parallel"] for each in listed} == {"any"}
+    shown = run("ls", listed[0]["namespace"], "-c", first)
+    assert (shown["parts"], len(shown["blocks"])) == (None, 2 * blocks)
+    assert run("ls", shown["blocks"][0]["key"], "-c", first)["copies"]
+    assert run("verify", "-c", first)["counts"]["good"] == 2 * blocks
+    (report,) = run("copy", first, copy.as_uri(), "--tier", "object")["namespaces"]
+    assert (report["asked"], report["copied"]) == (blocks, blocks)
+    asks = ["--prompts", asked_file, "--model", folder]
+    (report,) = run("prewarm", "-c", fresh, "--from", copy.as_uri(), *asks)["namespaces"]
+    assert (report["asked"], report["copied"]) == (blocks, blocks)
+    answers = run("explain", "-c", fresh, *asks)["answers"]
+    assert [each["hit_tokens"] for each in answers] == HITS + HITS
+    for ranks in (2, 1):
+        for region in world.region.iterdir():
+            shutil.rmtree(region)
+        with world.engine(folder, stack=str(fresh), tensor_parallel_size=ranks) as engine:
+            found = [engine.generate(prompts=[each])[0] for each in asked]
+            check(found, expected, HITS + HITS)
+            assert engine.facts()["failed_loads"] == engine.facts()["mistakes"] == 0
+            engine.kill()
+    for damaged in sorted(copy.glob("*/blocks/*/*/*"))[::5]:
+        flip(damaged, damaged.stat().st_size - 1)
+    bad = len(sorted(copy.glob("*/blocks/*/*/*"))[::5])
+    counts = run("verify", "-c", copied, "--tier", "object", code=1)["counts"]
+    assert (counts["good"], counts["bad"]) == (blocks - bad, bad)
 
 
 def test_what_is_spoilt_is_computed_by_an_engine_of_another_size(
