@@ -20,6 +20,8 @@ from engines.world import World, flip, prompt
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
 from support.processes.cli_world import run
 
+from kvtier.record.record import Header
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
 RCLONE = Path(__file__).parents[3] / ".venv" / "bin" / "rclone"
 LENGTHS = (1100, 600)
@@ -49,17 +51,13 @@ def stack_of(world: World, **more: Any) -> dict[str, Any]:
     return {**stack, "across_degrees": True, **more}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], family: str) -> None:
     """Each reads what the other has written: in its memory while both serve, on disk after they
     were killed, and in a store when all else is lost."""
     folder, stack = model(family), stack_of(world)
     of_two, of_one = prompts(60), prompts(70)
     two = {"tensor_parallel_size": 2, "stack": stack}
-
-    def ask(engine: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
-        return [engine.generate(prompts=[each])[0] for each in asked]
-
     with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
         expected = {
             at: [plain.weigh(prompt=each) for each in asked]
@@ -85,9 +83,7 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
     print(f"{family}: margins of {len(least)} prompts are {min(least):.2g} at least")
     for tier in (1, 2):
         for options in ({"stack": stack}, two):
-            lost = [*world.region.iterdir(), *([world.blocks] if tier == 2 else [])]
-            for each in lost:
-                shutil.rmtree(each)
+            lose_tiers(world, tier)
             with world.engine(folder, **options) as engine:
                 check(ask(engine, of_two + of_one), expected[0] + expected[1], HITS + HITS)
                 facts = engine.facts()
@@ -98,6 +94,36 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
     (described,) = (world.folder / "bucket").glob("*/namespace.json")
     described_as = json.loads(described.read_text())
     assert (described_as["parts"], described_as["facts"]["tensor_parallel"]) == (None, "any")
+
+
+def test_all_ranks_share_a_latent_cache(world: World, model: Callable[..., Path]) -> None:
+    """MLA: records have one part at every size, and what one size has stored the other stores no
+    more. (vLLM's MLA for CPUs computes prompts as a whole: no engine here can load any.)"""
+    folder, stack = model("deepseek_v2"), stack_of(world)
+    asked, blocks = prompts(60), sum(HITS) // 256
+    for ranks, stored in ((2, blocks), (1, 0)):
+        with world.engine(folder, tensor_parallel_size=ranks, stack=stack) as engine:
+            ask(engine, asked)
+            engine.settle()
+            facts = engine.facts()
+            assert facts["namespace"]["tensor_parallel"] == "any"
+            assert (facts["failed_stores"], facts["mistakes"]) == (0, 0)
+            assert [each["stored"] for each in facts["chain"]["tiers"]] == [stored] * 3
+            engine.kill()
+    records = list((world.folder / "bucket").glob("*/blocks/*/*/*"))
+    assert [Header.read(each.read_bytes()).parts for each in records] == [1] * blocks
+
+
+def ask(engine: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
+    """One after the other: their sums are the same whatever else is asked."""
+    return [engine.generate(prompts=[each])[0] for each in asked]
+
+
+def lose_tiers(world: World, count: int) -> None:
+    """CPU memory, or that and NVMe; no engine is left of them."""
+    lost = [*world.region.iterdir(), *([world.blocks] if count == 2 else [])]
+    for each in lost:
+        shutil.rmtree(each)
 
 
 def memory_of_all(world: World) -> list[dict[str, Any]]:
