@@ -47,7 +47,7 @@ class Bench(Served):
         for ranks in (1, 2):
             region = self.region / str(ranks if tiers else "both")
             region.mkdir(exist_ok=True)
-            cpu = self.cpu("4GiB") | {"path": str(region)}
+            cpu = self.cpu("1GiB") | {"path": str(region)}
             stack = self.stack(cpu, *tiers, across_degrees=True)
             found.append(self.start(stack, TOKENS, tensor_parallel_size=ranks))
         return found
