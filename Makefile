@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-handover bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -97,6 +97,10 @@ bench-step: $(VLLM_STAMP)
 # Prompts that wait behind others, from a slow disk and a store that is far away, with and without prefetching.
 bench-prefetch: $(VLLM_STAMP) $(STAMP)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.prefetch
+
+# Prompts that an engine of another tensor-parallel size has computed, beside computing them.
+bench-handover: $(VLLM_STAMP) $(STAMP)
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.handover
 
 # Agents that pause for their tools: with hints, with what kvtier learns by itself, and with LRU.
 bench-agents: $(VLLM_STAMP)

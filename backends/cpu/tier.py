@@ -294,6 +294,11 @@ class CpuTier(FolderTier):
         note_use(self._root, self._keep_s, tables)
 
     @property
+    def shared(self) -> bool:  # type: ignore[override]
+        """Whether other engines of the stack have memory now."""
+        return not self._places.alone
+
+    @property
     def has_room(self) -> bool:
         """Whether there is a slab that it may store in."""
         return self._places.own_slots > 0

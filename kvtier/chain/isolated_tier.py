@@ -42,6 +42,7 @@ class IsolatedTier(Tier):
         self._tier = tier
         self.medium = tier.medium
         self.in_files = tier.in_files
+        self.shared = tier.shared
         self.learning = tier.learning
         self._stats = TierStats(tier.medium)
 

@@ -57,6 +57,8 @@ class Tier(ABC):
     medium: str
     in_files: bool = False
     """Whether records lie in local files as they are: `files` says where."""
+    shared: bool = True
+    """Whether what other engines store may be found here."""
     out_of_use: bool = False
     """Whether it has broken these guarantees: it holds and takes nothing more (`IsolatedTier`)."""
     unwell: bool = False

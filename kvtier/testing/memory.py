@@ -112,6 +112,7 @@ class MemoryTier(Tier):
     """
 
     medium = "memory"
+    shared = False
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store

@@ -32,7 +32,8 @@ ROOM_WAIT_S = 1.0
 _LATE = 2.0
 """A load that others hold up may take somewhat longer than expected; this one is late."""
 WAIT_S = 1.0
-"""An engine stores a prompt within a second: so long is waited for it at least."""
+"""An engine stores a prompt within a second: so long is waited for it where it is not known how
+long that takes to compute."""
 _DOUBT_MAX = 8
 """What comes at all comes within an eighth of a second, mostly: enough to learn that it does."""
 _AWAY = (NOWHERE, COMING)
@@ -115,7 +116,7 @@ class Deferrals:
     """Decides which requests are told to ask again, and whether that still holds.
 
     One whose prompt another engine has computed waits a little for its blocks: no longer than
-    computing them takes, and where they do not come, less each time.
+    computing them takes, and where they do not come, less each time, but for an eighth of a second.
     """
 
     def __init__(
@@ -199,17 +200,14 @@ class Deferrals:
     def for_handover(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> None:
         """Tell a request to wait if another engine has computed its prompt, and that may come."""
         expected = state.expected
-        if expected is None or len(self._chain.tiers) == 1:  # nobody else has its only tier
+        if expected is None or not any(tier.shared for tier in self._chain.tiers):
             return
         begins, stop = state.furthest(shapes)
         places = self._chain.locate(list(begins))
         lacking = [key for key, at in zip(begins, places, strict=True) if at in _AWAY]
         if lacking:
-            computing = None
-            if self._costs is not None:
-                computing = self._costs.recompute_seconds(begins[lacking[0]], stop)
             expected.lacking = lacking[-1]
-            expected.until = expected.since + max(computing or 0.0, WAIT_S) / self._doubt
+            expected.until = expected.since + self._patience(begins[lacking[0]], stop)
             if self._clock() < expected.until:
                 state.deferral = expected
                 self._requests.on(Event.EXPECTED, request)
@@ -218,6 +216,12 @@ class Deferrals:
         if lacking and self._doubt < _DOUBT_MAX:  # else of each request, as long as nothing comes
             logger.info("request %s: what another engine has computed did not come", request)
         self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
+
+    def _patience(self, start: int, stop: int) -> float:
+        """How long is waited for tokens `start:stop`."""
+        computing = self._costs.recompute_seconds(start, stop) if self._costs else None
+        most = WAIT_S if computing is None else computing
+        return min(most, max(most / self._doubt, WAIT_S / _DOUBT_MAX))
 
     def _still_to_come(self, expected: HandoverDeferral) -> bool:
         """Whether nothing has changed: asked in each step, of many that may have long prompts."""

@@ -80,12 +80,17 @@ class Rank:
         for pages, whole, share in zip(self.pages, cache, self.share, strict=True):
             pages[:] = whole[:, :, :, share].reshape(pages.shape)
 
-    def has(self, cache: list[npt.NDArray[np.uint8]], blocks: Sequence[int] | slice) -> bool:
+    def has(
+        self,
+        cache: list[npt.NDArray[np.uint8]],
+        blocks: Sequence[int] | slice = slice(None),
+        groups: slice = slice(None),
+    ) -> bool:
         return all(
             (
                 pages[:, blocks] == whole[:, blocks][:, :, :, share].reshape(pages[:, blocks].shape)
             ).all()
-            for pages, whole, share in zip(self.pages, cache, self.share, strict=True)
+            for pages, whole, share in list(zip(self.pages, cache, self.share, strict=True))[groups]
         )
 
     def run(self, host: MemoryHost, job: CopyJob, copies: str = "cpu") -> CopyResult:
@@ -181,7 +186,7 @@ def test_any_number_of_ranks_reads_what_another_wrote(copies: str, data: st.Data
     host = write(model, writers, cache)
     rank = Rank(model, readers, data.draw(st.integers(0, readers - 1)))
     assert rank.run(host, job_of(LOAD, model), copies).ok
-    assert rank.has(cache, slice(None))
+    assert rank.has(cache)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 3), (6, 4), (3, 2)])
@@ -192,7 +197,7 @@ def test_heads_that_are_split_across_parts_come_from_each(writers: int, readers:
     for at in range(readers):
         rank = Rank(model, readers, at)
         assert rank.run(host, job_of(LOAD, model)).ok
-        assert rank.has(cache, slice(None))
+        assert rank.has(cache)
 
 
 @pytest.mark.parametrize("copies", ["cpu", "streams", "staged"])
@@ -212,12 +217,45 @@ def test_a_flipped_bit_is_blamed_on_its_block_by_those_who_need_it(
         needs_it = (at + 1) * writers > (writers - 1) * readers
         if not needs_it:
             assert result.ok
-            assert rank.has(cache, slice(None))
+            assert rank.has(cache)
         else:
             others = {Outcome.OK, Outcome.CANCELLED}
             assert result.outcomes[1] is Outcome.CORRUPT
             assert set(result.outcomes[::2]) <= others
             assert result.outcomes[0] is not Outcome.OK or rank.has(cache, [0])
+
+
+@pytest.mark.parametrize("copies", ["cpu", "streams", "staged"])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found_by_those_who_need_its_part(
+    copies: str, data: st.DataObject
+) -> None:
+    """A rank has heads `rank * heads / readers` and up, and takes all parts with any of these."""
+    writers, readers = (data.draw(st.sampled_from(DEGREES)) for _ in range(2))
+    model = data.draw(models(writers, readers))
+    cache, job = model.filled(data.draw(st.integers(0, 1 << 16))), job_of(LOAD, model)
+    host = write(model, writers, cache)
+    flipped = data.draw(st.integers(0, len(job.keys) - 1))
+    chunks = model.blocks // model.per_chunk
+    heads = model.groups[flipped // chunks].heads
+    part_bytes = Rank(model, writers, 0).layout.part_bytes[flipped // chunks]
+    at = data.draw(st.integers(0, writers * part_bytes - 1))
+    host.record(flipped)[HEADER_BYTES + at] ^= 1 << data.draw(st.integers(0, 7))
+    spoilt = {head for head in range(heads) if head * writers // heads == at // part_bytes}
+    for number in data.draw(st.sets(st.integers(0, readers - 1), min_size=1, max_size=3)):
+        rank = Rank(model, readers, number)
+        result = rank.run(host, job, copies)
+        if spoilt.isdisjoint(head for head in range(heads) if head * readers // heads == number):
+            assert result.ok
+            assert rank.has(cache)
+            continue
+        assert result.outcomes[flipped] is Outcome.CORRUPT
+        for slot, outcome in enumerate(result.outcomes):
+            group, chunk = divmod(slot, chunks)
+            blocks = range(chunk * model.per_chunk, (chunk + 1) * model.per_chunk)
+            assert outcome in (Outcome.OK, Outcome.CANCELLED) or slot == flipped
+            assert outcome is not Outcome.OK or rank.has(cache, blocks, slice(group, group + 1))
 
 
 def test_one_job_takes_records_of_several_numbers_of_ranks() -> None:
@@ -228,7 +266,7 @@ def test_one_job_takes_records_of_several_numbers_of_ranks() -> None:
         hosts[0].record(slot)[:] = host.record(slot)
     rank = Rank(model, 2, 1)
     assert rank.run(hosts[0], job_of(LOAD, model)).outcomes == [Outcome.OK] * 4
-    assert rank.has(cache, slice(None))
+    assert rank.has(cache)
 
 
 @pytest.mark.parametrize("wrong", ["parts", "shares", "unknown"])

@@ -140,17 +140,17 @@ def test_that_nothing_comes_is_not_said_of_every_request(
 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_what_is_there_need_not_be_computed(disk: Stack, shapes: tuple[Shape, ...]) -> None:
-    """All but the end of a long prompt."""
+    """All but the end of a long prompt: it is waited for as long as that takes to compute."""
     engine = Answering(disk, shapes)
     ends = engine.asking.keys(24)
     stored(disk, ends, but=1)
     engine.comes("a")
     tokens = 24 * CHUNK + 1
     assert engine.waits("a", ends, tokens)
-    engine.now[0] += WAIT_S - 0.01
-    assert engine.waits("a", ends, tokens), "it takes a moment to be stored, too"
+    engine.now[0] += CHUNK / 1024 - 0.01
+    assert engine.waits("a", ends, tokens)
     engine.now[0] += 0.02
-    assert not engine.waits("a", ends, tokens), "a chunk is computed in a quarter of a second"
+    assert not engine.waits("a", ends, tokens)
 
 
 def test_time_runs_from_when_it_came(disk: Stack) -> None:
@@ -245,7 +245,30 @@ def test_after_a_reset_engines_find_nothing_of_each_other(disk: Stack) -> None:
     assert not engine.made.hands_over("unknown")
 
 
-def test_where_no_tier_is_shared_nothing_is_waited_for(stack: Stack) -> None:
-    engine = Answering(stack, (FULL,))
-    engine.comes("a")
-    assert not engine.waits("a", engine.asking.keys(2), 2 * CHUNK)
+def test_memory_is_waited_for_where_it_is_shared(stack: Stack) -> None:
+    """By an engine with no other tier: where another engine of its stack has some of it."""
+    alone = Answering(stack, (FULL,))
+    ends = alone.asking.keys(2)
+    alone.comes("a")
+    assert not alone.waits("a", ends, 2 * CHUNK)
+    with Stack.open(stack.config, TWO_GROUPS) as other:
+        engine = Answering(other, (FULL,))
+        engine.comes("a")
+        assert engine.waits("a", ends, 2 * CHUNK)
+        stored(stack, ends)
+        other.chain.tiers[0].refresh()
+        assert not engine.waits("a", ends, 2 * CHUNK)
+        assert engine.asking.hit("a", ends, 2 * CHUNK) == 2 * CHUNK
+
+
+def test_short_prompts_are_waited_for_as_long_as_computing_takes(disk: Stack) -> None:
+    """Though others have not come, at least for an eighth of a second."""
+    engine = Answering(disk, (FULL,))
+    for number in range(4):
+        engine.comes(name := f"in vain {number}")
+        ends = engine.asking.keys(1, first=100 * number)
+        assert engine.waits(name, ends, CHUNK)
+        engine.now[0] += 0.124
+        assert engine.waits(name, ends, CHUNK)
+        engine.now[0] += CHUNK / 1024
+        assert not engine.waits(name, ends, CHUNK)

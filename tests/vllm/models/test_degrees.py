@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,13 @@ from typing import Any
 import pytest
 from engines.engine import HOST, Engine
 from engines.world import World, flip, prompt
+from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
+from support.processes.cli_world import run
+
+from kvtier.record.record import Header
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
+RCLONE = Path(__file__).parents[3] / ".venv" / "bin" / "rclone"
 LENGTHS = (1100, 600)
 HITS = [1024, 512]
 MARGIN = 1e-3
@@ -45,17 +51,13 @@ def stack_of(world: World, **more: Any) -> dict[str, Any]:
     return {**stack, "across_degrees": True, **more}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], family: str) -> None:
     """Each reads what the other has written: in its memory while both serve, on disk after they
     were killed, and in a store when all else is lost."""
     folder, stack = model(family), stack_of(world)
     of_two, of_one = prompts(60), prompts(70)
     two = {"tensor_parallel_size": 2, "stack": stack}
-
-    def ask(engine: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
-        return [engine.generate(prompts=[each])[0] for each in asked]
-
     with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
         expected = {
             at: [plain.weigh(prompt=each) for each in asked]
@@ -81,9 +83,7 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
     print(f"{family}: margins of {len(least)} prompts are {min(least):.2g} at least")
     for tier in (1, 2):
         for options in ({"stack": stack}, two):
-            lost = [*world.region.iterdir(), *([world.blocks] if tier == 2 else [])]
-            for each in lost:
-                shutil.rmtree(each)
+            lose_tiers(world, tier)
             with world.engine(folder, **options) as engine:
                 check(ask(engine, of_two + of_one), expected[0] + expected[1], HITS + HITS)
                 facts = engine.facts()
@@ -94,6 +94,152 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
     (described,) = (world.folder / "bucket").glob("*/namespace.json")
     described_as = json.loads(described.read_text())
     assert (described_as["parts"], described_as["facts"]["tensor_parallel"]) == (None, "any")
+
+
+def test_all_ranks_share_a_latent_cache(world: World, model: Callable[..., Path]) -> None:
+    """MLA: records have one part at every size, and what one size has stored the other stores no
+    more. (vLLM's MLA for CPUs computes prompts as a whole: no engine here can load any.)"""
+    folder, stack = model("deepseek_v2"), stack_of(world)
+    asked, blocks = prompts(60), sum(HITS) // 256
+    for ranks, stored in ((2, blocks), (1, 0)):
+        with world.engine(folder, tensor_parallel_size=ranks, stack=stack) as engine:
+            ask(engine, asked)
+            engine.settle()
+            facts = engine.facts()
+            assert facts["namespace"]["tensor_parallel"] == "any"
+            assert (facts["failed_stores"], facts["mistakes"]) == (0, 0)
+            assert [each["stored"] for each in facts["chain"]["tiers"]] == [stored] * 3
+            engine.kill()
+    records = list((world.folder / "bucket").glob("*/blocks/*/*/*"))
+    assert [Header.read(each.read_bytes()).parts for each in records] == [1] * blocks
+
+
+def ask(engine: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
+    """One after the other: their sums are the same whatever else is asked."""
+    return [engine.generate(prompts=[each])[0] for each in asked]
+
+
+def lose_tiers(world: World, count: int) -> None:
+    """CPU memory, or that and NVMe; no engine is left of them."""
+    lost = [*world.region.iterdir(), *([world.blocks] if count == 2 else [])]
+    for each in lost:
+        shutil.rmtree(each)
+
+
+def memory_of_all(world: World) -> list[dict[str, Any]]:
+    """Two stacks, for two engines of one machine that have nothing but memory."""
+    stack = stack_of(world)
+    return [stack | {"tiers": stack["tiers"][:1]}] * 2
+
+
+def memory_of_each_and_a_bucket(world: World, server: ServerProcess) -> list[dict[str, Any]]:
+    """Two stacks, for two machines that share a bucket."""
+    bucket = {"kind": "object", "url": "s3://bucket/kv", "endpoint": server.endpoint}
+    bucket |= {"capacity": "1GiB", "refresh": "200ms"}
+    bucket |= {"idle_timeout": "60s", "load_deadline": "60s"}  # processors may be busy
+    stacks = []
+    for machine in ("one", "two"):
+        (folder := world.region / machine).mkdir()
+        cpu = {"kind": "cpu", "path": str(folder), "capacity": "64MiB"}
+        cpu["load_deadline"] = "60s"
+        stacks.append(stack_of(world, tiers=[cpu, bucket]))
+    return stacks
+
+
+@pytest.mark.parametrize("by", ["memory", "bucket"])
+def test_a_prompt_is_handed_over_to_another_size(
+    world: World, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Both ways, and before its blocks are where the other engine finds them."""
+    folder, of_two, of_one = model("llama"), prompts(90), prompts(100)
+    with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
+        expected = [[plain.weigh(prompt=each) for each in asked] for asked in (of_two, of_one)]
+    with ExitStack() as opened:
+        if by == "bucket":
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+            server = opened.enter_context(rclone(world.folder, RCLONE))
+            one, other = memory_of_each_and_a_bucket(world, server)
+        else:
+            one, other = memory_of_all(world)
+        two_ranks = opened.enter_context(world.engine(folder, tensor_parallel_size=2, stack=one))
+        one_rank = opened.enter_context(world.engine(folder, stack=other))
+        ways = ((two_ranks, one_rank, of_two), (one_rank, two_ranks, of_one))
+        for (computes, answers, asked), known in zip(ways, expected, strict=True):
+            answers.wait_for_others(patience=1e9)
+            check([hand_over(computes, answers, each) for each in asked], known, HITS)
+            facts = answers.facts()
+            hits = facts["chain"]["hits"]
+            assert hits[-1] == sum(hits) == sum(HITS) // 256
+            assert (facts["failed_loads"], facts["late_loads"], facts["mistakes"]) == (0, 0, 0)
+
+
+def hand_over(computes: Engine, answers: Engine, prompt: list[int]) -> dict[str, Any]:
+    """As a router lets one engine compute a prompt, and another go on with it."""
+    limits = {"do_remote_decode": True, "do_remote_prefill": False}
+    said = computes.generate_with(prompt=prompt, tokens=1, limits=limits)["transfer"]
+    del said["remote_prefill_cached_tokens"]  # of which vLLM tells in place of hits
+    answers.begin(prompt=prompt, tokens=16, limits=said)
+    computes.settle()
+    answered: dict[str, Any] = answers.end()
+    return answered
+
+
+def test_commands_on_what_engines_of_two_sizes_have_stored(
+    world: World, model: Callable[..., Path]
+) -> None:
+    """One namespace, whose records are copied, proved and found whatever number of parts they
+    have; an engine of any size hits what was copied for it."""
+    folder, asked = model("llama"), prompts(110) + prompts(120)
+    asked_file = world.folder / "prompts.jsonl"
+    asked_file.write_text("".join(json.dumps({"tokens": each}) + "\n" for each in asked))
+    with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
+        expected = [plain.weigh(prompt=each) for each in asked]
+    stack = stack_of(world)
+    cpu, nvme, bucket = stack["tiers"]
+    first, fresh, copied = (world.folder / f"{name}.yaml" for name in ("first", "fresh", "copied"))
+    copy, blocks = world.folder / "copy", 2 * sum(HITS) // 256
+    for file, tiers in (
+        (first, [cpu, bucket]),
+        (fresh, [cpu, nvme]),
+        (copied, [cpu, bucket | {"url": copy.as_uri()}]),
+    ):
+        file.write_text(json.dumps(stack | {"name": file.stem, "tiers": tiers}))
+    for prompts_of, ranks in ((asked[:2], 2), (asked[2:], 1)):
+        with world.engine(folder, stack=str(first), tensor_parallel_size=ranks) as engine:
+            engine.generate(prompts=prompts_of)
+            engine.settle()
+            engine.kill()
+    listed = run("ls", "-c", first)["namespaces"]
+    assert [(each["kind"], each["blocks"]) for each in listed] == [
+        ("cpu", blocks),
+        ("object", blocks),
+    ]
+    assert {each["facts"]["tensor_parallel"] for each in listed} == {"any"}
+    shown = run("ls", listed[0]["namespace"], "-c", first)
+    assert (shown["parts"], len(shown["blocks"])) == (None, 2 * blocks)
+    assert run("ls", shown["blocks"][0]["key"], "-c", first)["copies"]
+    assert run("verify", "-c", first)["counts"]["good"] == 2 * blocks
+    (report,) = run("copy", first, copy.as_uri(), "--tier", "object")["namespaces"]
+    assert (report["asked"], report["copied"]) == (blocks, blocks)
+    asks = ["--prompts", asked_file, "--model", folder]
+    (report,) = run("prewarm", "-c", fresh, "--from", copy.as_uri(), *asks)["namespaces"]
+    assert (report["asked"], report["copied"]) == (blocks, blocks)
+    answers = run("explain", "-c", fresh, *asks)["answers"]
+    assert [each["hit_tokens"] for each in answers] == HITS + HITS
+    for ranks in (2, 1):
+        for region in world.region.iterdir():
+            shutil.rmtree(region)
+        with world.engine(folder, stack=str(fresh), tensor_parallel_size=ranks) as engine:
+            found = [engine.generate(prompts=[each])[0] for each in asked]
+            check(found, expected, HITS + HITS)
+            assert engine.facts()["failed_loads"] == engine.facts()["mistakes"] == 0
+            engine.kill()
+    for damaged in sorted(copy.glob("*/blocks/*/*/*"))[::5]:
+        flip(damaged, damaged.stat().st_size - 1)
+    bad = len(sorted(copy.glob("*/blocks/*/*/*"))[::5])
+    counts = run("verify", "-c", copied, "--tier", "object", code=1)["counts"]
+    assert (counts["good"], counts["bad"]) == (blocks - bad, bad)
 
 
 def test_what_is_spoilt_is_computed_by_an_engine_of_another_size(
