@@ -29,7 +29,9 @@ class Health:
     and pay a deadline for every request while a disk hangs.
     """
 
-    def __init__(self, tiers: int, rest_seconds: float, strikes: int = 3) -> None:
+    def __init__(self, strikes: Sequence[int], rest_seconds: float) -> None:
+        """For each tier, how many transfers fail in a row before it is left alone."""
+        tiers = len(strikes)
         self._rest = rest_seconds
         self._strikes = strikes
         self._failing = [0] * tiers
@@ -63,7 +65,7 @@ class Health:
             self._down_until[tier] = 0.0
         elif not self.down(tier, now) and any(outcome in _TIER_FAILS for outcome in outcomes):
             self._failing[tier] += 1
-            beyond = self._failing[tier] - self._strikes
+            beyond = self._failing[tier] - self._strikes[tier]
             if beyond >= 0:
                 self._down_until[tier] = now + self._rest * 2.0 ** min(beyond, DOUBLINGS)
 
@@ -73,7 +75,7 @@ class Health:
         for at, tier in enumerate(tiers):
             if self._unwell[at] and not tier.unwell:
                 self._down_until[at] = 0.0
-                self._failing[at] = min(self._failing[at], self._strikes - 1)
+                self._failing[at] = min(self._failing[at], self._strikes[at] - 1)
             self._unwell[at] = tier.unwell
         for resting in self._resting:
             while resting and next(iter(resting.values())) <= now:
@@ -108,9 +110,10 @@ class ChainContext:
         self.misses = MissLedger(sum(self.slots), clock)
         self.ledger = Ledger(self.tiers, self.misses)
         self.counters = ChainCounters([tier.medium for tier in tiers], namespace)
-        self.loads = Health(len(tiers), rest_seconds)
+        strikes = [tier.strikes for tier in tiers]
+        self.loads = Health(strikes, rest_seconds)
         # Apart from loads: what can no longer be written to may well be read.
-        self.stores = Health(len(tiers), rest_seconds)
+        self.stores = Health(strikes, rest_seconds)
         self._in_files = frozenset(at for at, tier in enumerate(tiers) if at and tier.in_files)
         self.direct: frozenset[int] = frozenset()
         """The tiers whose files the readers of loads read themselves: their blocks need no slot."""

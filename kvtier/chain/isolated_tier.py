@@ -42,6 +42,7 @@ class IsolatedTier(Tier):
         self._tier = tier
         self.medium = tier.medium
         self.in_files = tier.in_files
+        self.finds, self.strikes = tier.finds, tier.strikes
         self.learning = tier.learning
         self._stats = TierStats(tier.medium)
 
@@ -95,6 +96,19 @@ class IsolatedTier(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._ask(lambda: self._tier.complete_store(keys, failed), None)
+
+    def prepare_find(
+        self, keys: Sequence[BlockKey]
+    ) -> tuple[Sequence[BlockKey], LoadStoreSpec | None]:
+        nothing: tuple[Sequence[BlockKey], LoadStoreSpec | None] = ([], None)
+        return self._ask(lambda: self._unknown(keys), nothing)
+
+    def _unknown(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], LoadStoreSpec | None]:
+        asked, spec = self._tier.prepare_find(keys)
+        return list(asked), spec if spec is None else _as_many(spec, asked)
+
+    def complete_find(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
+        self._ask(lambda: self._tier.complete_find(keys, outcomes), None)
 
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
         self._ask(lambda: self._tier.touch(keys, start), None)
