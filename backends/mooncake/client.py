@@ -22,11 +22,12 @@ _LOCAL_BUFFER = 16 << 20
 """What the client takes for values of its own making, of which there are none here."""
 
 # Of Mooncake's `ErrorCode`, those that a tier can tell apart.
-_FULL = frozenset({-200, -1700})
-_GONE = frozenset({-703, -704, -707})
-"""Not there, not there yet, or evicted while it was read."""
+_NO_ROOM = frozenset({-200, -800, -1700})
+"""It is full; or the owner of the room that was given has died, which the master has not noticed
+yet."""
+_GONE = frozenset({-703, -704, -707, -800})
+"""Not there, not there yet, evicted while it was read; or its owner has died."""
 _WRONG_SIZE = frozenset({-600})
-_OWNER_LOST = frozenset({-800})
 _LIBRARIES = "apt-get install libibverbs1 librdmacm1 libnuma1"
 
 
@@ -142,7 +143,7 @@ class Pool:
 
         codes = self._ask(write, len(names))
         return [
-            Outcome.OK if code == 0 else Outcome.NO_SPACE if code in _FULL else Outcome.IO_ERROR
+            Outcome.OK if code == 0 else Outcome.NO_SPACE if code in _NO_ROOM else Outcome.IO_ERROR
             for code in codes
         ]
 
@@ -202,6 +203,6 @@ def _got(code: int, size: int) -> Outcome:
         return Outcome.OK
     if code >= 0 or code in _WRONG_SIZE:
         return Outcome.CORRUPT
-    if code in _GONE or code in _OWNER_LOST:
+    if code in _GONE:
         return Outcome.GONE
     return Outcome.IO_ERROR
