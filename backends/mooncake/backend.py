@@ -52,7 +52,7 @@ class MooncakeBackend(Backend[MooncakeSettings]):
         return MooncakeInspector(self, settings, context)
 
     def identity(self, settings: MooncakeSettings) -> str | None:
-        return f"mooncake:{settings.master}"
+        return f"mooncake:{settings.master}/{settings.prefix}"
 
 
 BACKEND = MooncakeBackend()

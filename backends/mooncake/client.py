@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ AGAIN_S = 1.0
 """After an attempt to reach the master that failed, the next one waits so long."""
 _LOCAL_BUFFER = 16 << 20
 """What the client takes for values of its own making, of which there are none here."""
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 
 # Of Mooncake's `ErrorCode`, those that a tier can tell apart.
 _NO_ROOM = frozenset({-200, -800, -1700})
@@ -40,6 +43,8 @@ class MooncakeSettings(TierSettings, frozen=True, kw_only=True, tag="mooncake"):
 
     master: str
     """Where the pool's mooncake_master listens, like 10.0.0.1:50051."""
+    prefix: str = "kvtier"
+    """What the names of its values begin with: tiers with another prefix share nothing."""
     metadata: str = "P2PHANDSHAKE"
     """The metadata server of its clients, if they have one, like http://10.0.0.1:8080/metadata."""
     protocol: Literal["tcp", "rdma"] = "tcp"
@@ -62,6 +67,8 @@ class MooncakeSettings(TierSettings, frozen=True, kw_only=True, tag="mooncake"):
 
     def __post_init__(self) -> None:
         split_address(self.master)
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ValueError(f"prefix {self.prefix!r} is not of letters, digits, - and _ alone")
 
 
 def split_address(master: str) -> tuple[str, int]:
@@ -146,6 +153,11 @@ class Pool:
             Outcome.OK if code == 0 else Outcome.NO_SPACE if code in _NO_ROOM else Outcome.IO_ERROR
             for code in codes
         ]
+
+    def remove_all(self) -> None:
+        """Remove all values whose names begin with the prefix of the settings."""
+        pattern = f"^{self._settings.prefix}/"
+        self._ask(lambda store: [store.remove_by_regex(pattern, True)], 1)
 
     def register(self, address: int, size: int) -> None:
         """Tell the client, once, of memory that values are read into and written from. Over tcp it

@@ -57,6 +57,7 @@ class MooncakeHandler(Handler):
         self._seconds = settings.call_deadline.seconds
         self.call_seconds = 2 * self._seconds  # a store may take a call for what it replaces
         self._namespace = namespace
+        self._prefix = f"{settings.prefix}/{namespace.id}"
         self._slot = record_bytes(namespace.payload_bytes)
         self._pool = Pool(settings)
         self._unused: list[_Landing] = []
@@ -163,7 +164,7 @@ class MooncakeHandler(Handler):
         return landing
 
     def _name(self, key: BlockKey) -> str:
-        return f"kvtier/{self._namespace.id}/{key.hex()}"
+        return f"{self._prefix}/{key.hex()}"
 
     def _sizes(self, keys: Sequence[BlockKey]) -> list[int]:
         return [HEADER_BYTES + self._namespace.payload_of(key) for key in keys]

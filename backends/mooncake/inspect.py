@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
 
 from kvtier import amounts
 from kvtier.backends.mooncake.client import (
@@ -14,10 +18,11 @@ from kvtier.backends.mooncake.client import (
 )
 from kvtier.errors import ExtraMissing, MediumError, Unsupported
 from kvtier.inspect import Finding, Inspector, Level, Stored
-from kvtier.settings import WritePolicy
+from kvtier.inspect.filling import TAKE_ALL
+from kvtier.settings import ByteSize, Capacity, WritePolicy
 from kvtier.types import Outcome
 
-_PROBE = "kvtier/doctor"
+_PROBE = "kvtier doctor"
 """A name under which nothing is stored."""
 
 
@@ -33,6 +38,19 @@ class MooncakeInspector(Inspector[MooncakeSettings]):
             "is (/metrics/summary at its --metrics_port), and an engine's /metrics what of it that "
             "engine knows; where a command has --tier, that leaves it out"
         )
+
+    @contextmanager
+    def measuring_place(self, room: int) -> Iterator[MooncakeSettings]:
+        """Values with names of their own, in the same pool, which may evict others for them."""
+        wanted = TAKE_ALL | {"capacity": Capacity(ByteSize(room)), "lends": ByteSize(0)}
+        prefix = f"kvtier-bench-{secrets.token_hex(8)}"
+        settings = msgspec.structs.replace(self.settings, **wanted, prefix=prefix)
+        try:
+            yield settings
+        finally:
+            pool = Pool(settings)
+            pool.remove_all()
+            pool.close()
 
     def checks(self) -> Iterator[Finding]:
         area, settings = self.area(), self.settings

@@ -29,7 +29,6 @@ from kvtier.types import (
 CONFIRMED_S = 5.0
 """For so long the pool is not asked again: half of the lease that an answer of it gives."""
 _BAD_KEPT = 1 << 16
-_ANSWERS = (Outcome.OK, Outcome.GONE)
 
 
 class MooncakeSpec(LoadStoreSpec, tag="mooncake"):
@@ -89,7 +88,6 @@ class MooncakeTier(SlabTier):
         return not 0 <= self._clock() - self._confirmed[slot] < CONFIRMED_S
 
     def complete_find(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
-        self.unwell = bool(keys) and not any(outcome in _ANSWERS for outcome in outcomes)
         answers = list(zip(keys, outcomes, strict=True))
         there = [key for key, outcome in answers if outcome is Outcome.OK]
         # But not what has been stored since it was asked for.

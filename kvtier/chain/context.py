@@ -37,6 +37,8 @@ class Health:
         self._failing = [0] * tiers
         self._down_until = [0.0] * tiers
         self._unwell = [False] * tiers
+        self._slow = [False] * tiers
+        """Whether it was left alone because it took too long."""
         self._resting: list[OrderedDict[BlockKey, float]] = [OrderedDict() for _ in range(tiers)]
 
     def down(self, tier: int, now: float) -> bool:
@@ -65,17 +67,24 @@ class Health:
             self._down_until[tier] = 0.0
         elif not self.down(tier, now) and any(outcome in _TIER_FAILS for outcome in outcomes):
             self._failing[tier] += 1
+            self._slow[tier] = Outcome.TIMEOUT in outcomes
             beyond = self._failing[tier] - self._strikes[tier]
             if beyond >= 0:
                 self._down_until[tier] = now + self._rest * 2.0 ** min(beyond, DOUBLINGS)
+
+    def answers(self, tier: int) -> None:
+        """It answers again: one that did not is asked again at once, but not one that was slow."""
+        if not self._slow[tier]:
+            self._down_until[tier] = 0.0
+            self._failing[tier] = min(self._failing[tier], self._strikes[tier] - 1)
 
     def tick(self, now: float, tiers: Sequence[Tier] = ()) -> None:
         """Ask again for what has rested long enough, in the order in which it failed; and a tier at
         once that knows itself to be well again: if it then fails, it rests as at first."""
         for at, tier in enumerate(tiers):
             if self._unwell[at] and not tier.unwell:
-                self._down_until[at] = 0.0
-                self._failing[at] = min(self._failing[at], self._strikes[at] - 1)
+                self._slow[at] = False
+                self.answers(at)
             self._unwell[at] = tier.unwell
         for resting in self._resting:
             while resting and next(iter(resting.values())) <= now:

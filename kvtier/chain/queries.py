@@ -103,16 +103,19 @@ class Queries:
         transfer, query = self._asked.pop(result.id)
         query.left -= 1
         self._context.tiers[transfer.source].complete_find(transfer.keys, result.outcomes)
-        if not any(outcome in _ANSWERS for outcome in result.outcomes):
-            # That it answers is no proof that what it has can be read: it clears no strike.
-            self._context.loads.observe(transfer.source, result.outcomes, now)
+        answers = any(outcome in _ANSWERS for outcome in result.outcomes)
+        for health in (self._context.loads, self._context.stores):
+            if answers:
+                health.answers(transfer.source)
+            elif Outcome.DROPPED not in result.outcomes:  # with the mover
+                health.observe(transfer.source, [Outcome.IO_ERROR], now)
         return True
 
     def step(self, now: float) -> None:
-        """Ask those that failed whether they answer again; the tier says so (`Tier.unwell`)."""
+        """Ask those that failed whether they answer again."""
         context = self._context
         for tier in self._tiers:
-            failing = context.loads.down(tier, now) or not context.writable(tier, now)
+            failing = context.loads.down(tier, now) or context.stores.down(tier, now)
             if failing and now >= self._probed[tier] + PROBE_S and not context.mover.down:
                 self._probed[tier] = now
                 self._submit(tier, [_PROBE], Query(now))

@@ -42,7 +42,7 @@ class MooncakePool:
         self._port, self._metrics = free_port(), free_port()
         self.address = f"127.0.0.1:{self._port}"
         self.master = self._start_master()
-        self.owner = self.start_owner()
+        self.start_owner()
 
     def _start(self, name: str, *flags: str) -> subprocess.Popen[bytes]:
         program = tool(name)
@@ -57,23 +57,23 @@ class MooncakePool:
             f"--metrics_port={self._metrics}",
             "--rpc_address=127.0.0.1",
             "--enable_metric_reporting=false",
+            "--client_ttl=3",
         )
         until(lambda: self.asks("/health") is not None)
         return process
 
-    def start_owner(self, lent: int | None = None) -> subprocess.Popen[bytes]:
+    def start_owner(self) -> None:
         """A client that does nothing but lend memory."""
-        before = (self.asks("/get_all_segments") or "").count("\n")
-        process = self._start(
+        port = free_port()
+        self.owner = self._start(
             "mooncake_client",
             "--host=127.0.0.1",
-            f"--port={free_port()}",
-            f"--global_segment_size={lent or self._lent}",
+            f"--port={port}",
+            f"--global_segment_size={self._lent}",
             f"--master_server_address={self.address}",
             "--metadata_server=P2PHANDSHAKE",
         )
-        until(lambda: (self.asks("/get_all_segments") or "").count("\n") > before)
-        return process
+        until(lambda: f":{port}\n" in (self.asks("/get_all_segments") or ""))
 
     def asks(self, path: str) -> str | None:
         """What the master says; None while it says nothing."""

@@ -43,7 +43,6 @@ class PoolTier(MemoryTier):
         return asked, MemorySpec([0] * len(asked)) if asked else None
 
     def complete_find(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
-        self.unwell = not {Outcome.OK, Outcome.GONE} & set(outcomes)
         there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.ok]
         self.complete_store(self.prepare_store(there).keys)
 
@@ -141,10 +140,16 @@ def test_a_pool_that_does_not_answer_is_asked_no_more_until_it_does(rig: Rig) ->
     assert rig.chain.locate(KEYS[:4]) == [1] * 4
 
 
-def test_that_it_answers_does_not_end_the_rest_after_failed_loads(rig: Rig) -> None:
-    rig.context.loads.observe(1, [Outcome.TIMEOUT], rig.clock())
+@pytest.mark.parametrize(("failure", "over"), [(Outcome.IO_ERROR, True), (Outcome.TIMEOUT, False)])
+def test_that_it_answers_again_is_no_news_of_one_that_was_slow(
+    rig: Rig, failure: Outcome, over: bool
+) -> None:
+    rig.context.loads.observe(1, [failure], rig.clock())
     for _ in range(2):
-        rig.probe()
         assert not rig.context.readable(1, rig.clock())
+        rig.probe()
+        if over:
+            break
+    assert rig.context.readable(1, rig.clock()) is over
     rig.skew += REST
     assert rig.context.readable(1, rig.clock())
