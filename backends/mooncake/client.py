@@ -61,9 +61,9 @@ class MooncakeSettings(TierSettings, frozen=True, kw_only=True, tag="mooncake"):
     """In how many places the pool is to keep a block."""
     threads: Threads = 4
     """How many calls of the pool are under way at once."""
-    call_deadline: Duration = Duration(3.0)
-    """A call that takes longer is left behind, and its blocks have failed: Mooncake itself waits up
-    to 30 s."""
+    call_deadline: Duration = Duration(5.0)
+    """A call that takes longer is left behind, and its blocks have failed. Mooncake itself waits 4 s
+    for a master that has gone, and 30 s for what stands still."""
 
     def __post_init__(self) -> None:
         split_address(self.master)

@@ -180,7 +180,7 @@ def test_many_deaths_leave_nothing_behind(
     """In the process of the mover, which has lived through all of them."""
     a, b = server("a"), server("b")
     process, held = b.mover_process, []
-    for _ in range(DEATHS if what == "owner" else DEATHS // 10):
+    for _ in range(DEATHS if what == "owner" else DEATHS // 5):
         keys = make_keys(8, start=next(NEW))
         a.store(keys)
         b.load(keys[:4])

@@ -42,7 +42,11 @@ class MooncakePool:
         self._port, self._metrics = free_port(), free_port()
         self.address = f"127.0.0.1:{self._port}"
         self.master = self._start_master()
-        self.start_owner()
+        try:
+            self.start_owner()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, name: str, *flags: str) -> subprocess.Popen[bytes]:
         program = tool(name)
@@ -57,23 +61,26 @@ class MooncakePool:
             f"--metrics_port={self._metrics}",
             "--rpc_address=127.0.0.1",
             "--enable_metric_reporting=false",
-            "--client_ttl=3",
         )
         until(lambda: self.asks("/health") is not None)
         return process
 
     def start_owner(self) -> None:
         """A client that does nothing but lend memory."""
-        port = free_port()
+        before = self._segments()
         self.owner = self._start(
             "mooncake_client",
             "--host=127.0.0.1",
-            f"--port={port}",
+            f"--port={free_port()}",
             f"--global_segment_size={self._lent}",
             f"--master_server_address={self.address}",
             "--metadata_server=P2PHANDSHAKE",
         )
-        until(lambda: f":{port}\n" in (self.asks("/get_all_segments") or ""))
+        until(lambda: bool(self._segments() - before))
+
+    def _segments(self) -> set[str]:
+        """Who lends memory, or was alive 10 s ago."""
+        return set((self.asks("/get_all_segments") or "").split())
 
     def asks(self, path: str) -> str | None:
         """What the master says; None while it says nothing."""
