@@ -62,8 +62,8 @@ class MooncakeSettings(TierSettings, frozen=True, kw_only=True, tag="mooncake"):
     threads: Threads = 4
     """How many calls of the pool are under way at once."""
     call_deadline: Duration = Duration(5.0)
-    """A call that takes longer is left behind, and its blocks have failed. Mooncake itself waits 4 s
-    for a master that has gone, and 30 s for what stands still."""
+    """A call that takes longer is left behind, and its blocks have failed. Mooncake itself waits
+    some 4 s for a master that has gone, and 30 s for what stands still."""
 
     def __post_init__(self) -> None:
         split_address(self.master)
@@ -163,26 +163,26 @@ class Pool:
         """Tell the client, once, of memory that values are read into and written from. Over tcp it
         does without: what cannot be registered shows when it is used."""
         if address not in self._registered:
-            store = self._opened()
+            store = self.open()
             if store is not None and store.register_buffer(address, size) == 0:
                 self._registered.add(address)
 
     def _ask(self, call: Callable[[Any], list[int]], count: int) -> list[int]:
-        store = self._opened()
+        store = self.open()
         return [-900] * count if store is None else call(store)
 
-    def _opened(self) -> Any:
+    def open(self) -> Any:
         """The client; None while there is none. Only this is locked: one thread opens it."""
         if self._store is not None:
             return self._store
         with self._opening:
             if self._store is None and not self._closed and time.monotonic() >= self._again_at:
                 with contextlib.suppress(OSError):  # nobody listens there
-                    self._store = self._open()
+                    self._store = self._connect()
                 self._again_at = time.monotonic() + AGAIN_S
             return self._store
 
-    def _open(self) -> Any:
+    def _connect(self) -> Any:
         settings = self._settings
         # Else the attempt would hold the interpreter for seconds.
         host = address_towards(settings.master)

@@ -17,7 +17,7 @@ from kvtier.backends.mooncake.client import MooncakeSettings, Pool
 from kvtier.backends.mooncake.tier import MooncakeSpec
 from kvtier.interfaces.handler import Handler, own_spec
 from kvtier.record.record import HEADER_BYTES, Buffer, record_bytes
-from kvtier.system.calls import AbandonableCalls
+from kvtier.system.calls import AbandonableCalls, abandonable
 from kvtier.system.memory import address_of
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 
@@ -63,6 +63,8 @@ class MooncakeHandler(Handler):
         self._unused: list[_Landing] = []
         most = settings.threads + LEFT_BEHIND_MAX
         self._calls = AbandonableCalls("kvtier-mooncake", most)
+        # Else the first request would wait for it.
+        abandonable(self._pool.open, "kvtier-mooncake-open")
 
     def find(self, spec: LoadStoreSpec, keys: Sequence[BlockKey]) -> list[Outcome]:
         names = [self._name(key) for key in keys]

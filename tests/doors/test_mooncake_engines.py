@@ -29,6 +29,8 @@ class Pair:
         plain.kill()
         self.a = world.engine(folder, stack=stack(world, "a", first))
         self.b = world.engine(folder, stack=stack(world, "b", second))
+        for engine in (self.a, self.b):
+            engine.wait_for_others(patience=5.0)  # on busy processors
 
     def ask(self, engine: Engine, number: int) -> int:
         """What it answers is right; how many tokens of the prompt it found."""

@@ -67,20 +67,17 @@ class MooncakePool:
 
     def start_owner(self) -> None:
         """A client that does nothing but lend memory."""
-        before = self._segments()
+        port = free_port()
         self.owner = self._start(
             "mooncake_client",
             "--host=127.0.0.1",
-            f"--port={free_port()}",
+            f"--port={port}",
             f"--global_segment_size={self._lent}",
             f"--master_server_address={self.address}",
             "--metadata_server=P2PHANDSHAKE",
         )
-        until(lambda: bool(self._segments() - before))
-
-    def _segments(self) -> set[str]:
-        """Who lends memory, or was alive 10 s ago."""
-        return set((self.asks("/get_all_segments") or "").split())
+        serves = f"Starting real client service on 127.0.0.1:{port}"  # after it has lent
+        until(lambda: serves in self._log.read_text(errors="replace"))
 
     def asks(self, path: str) -> str | None:
         """What the master says; None while it says nothing."""
