@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -52,7 +53,10 @@ class MooncakePool:
         program = tool(name)
         assert program is not None
         with self._log.open("ab") as out:
-            return subprocess.Popen([program, *flags], stdout=out, stderr=subprocess.STDOUT)
+            environment = os.environ | {"MC_LOG_LEVEL": "INFO"}
+            return subprocess.Popen(
+                [program, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
 
     def _start_master(self) -> subprocess.Popen[bytes]:
         process = self._start(
