@@ -20,6 +20,7 @@ the deed and the report can be told from a lie:
     G keys   dropped, and flushed: must never come back
     R keys   given up by the tier itself, where the subject says that it may
     U        about to delete a file of itself, where the subject says that it may
+    (and what the medium itself has recorded as given up needs no report)
     N calls steps   the whole life took so many calls of the disk and bytecode steps
 """
 
@@ -68,6 +69,8 @@ class MediumState(msgspec.Struct, kw_only=True):
     """What a process that looks at the medium after a death has found there."""
 
     resident: list[bytes]
+    given_up: list[bytes] = []
+    """Blocks of which the medium itself says so."""
     served: int
     bytes_used: int
     bytes_capacity: int
@@ -79,7 +82,7 @@ class MediumState(msgspec.Struct, kw_only=True):
     capacity: int
 
 
-TRACED = ("core", "eviction", "interfaces", "record", "slab", "system")
+TRACED = ("eviction", "interfaces", "record", "slab", "system")
 """The folders of the library that a tier's own code is made of."""
 
 
@@ -196,6 +199,7 @@ def _removed(rig: Rig) -> list[BlockKey]:
 
 def look(rig: Rig, keys: Sequence[BlockKey]) -> MediumState:
     """Load and prove everything that the tier offers of these keys, and measure its room."""
+    given_up = rig.subject.recorded_removals(rig.folder)
     rig.settle()
     resident = rig.resident(keys)
     served = rig.get(resident)
@@ -207,6 +211,7 @@ def look(rig: Rig, keys: Sequence[BlockKey]) -> MediumState:
     rig.tier.complete_store(free, failures(free, Outcome.CANCELLED))
     return MediumState(
         resident=[bytes(key) for key in resident],
+        given_up=[bytes(key) for key in given_up],
         served=len(served),
         bytes_used=stats.bytes_used,
         bytes_capacity=stats.bytes_capacity,
@@ -282,7 +287,7 @@ class Ledger:
     def check(self, finding: MediumState, subject: Subject) -> None:
         """Raise Broken with the promises that the finding breaks; then go on from what is left."""
         found = {BlockKey(key) for key in finding.resident}
-        lost = len(self.due - found)
+        lost = len(self.due - found - {BlockKey(key) for key in finding.given_up})
         back = len(found & self.banned)
         alien = len(found - self.possible)
         limit = finding.capacity + subject.overhead_bytes

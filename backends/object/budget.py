@@ -91,8 +91,10 @@ class Budget:
         if self._alone:
             dropped = self._dropped + sum(size for _, _, size in self._recorded)
             return max(0, self._limit - self.used - self.uncatalogued - dropped)
-        unseen = self._pending + sum(size for _, size, _ in self._recorded)
-        return max(0, self._limit - unseen)
+        return max(0, self._limit - self._unseen())
+
+    def _unseen(self) -> int:
+        return self._pending + sum(size for _, size, _ in self._recorded)
 
     # -- the keeper's side -----------------------------------------------------------------------
 
@@ -100,6 +102,12 @@ class Budget:
     def mostly_unrecorded(self) -> bool:
         """Whether half of what may be stored is in the store and not in manifests yet."""
         return not self._alone and 0 < self._limit <= 2 * self._pending
+
+    @property
+    def unseen(self) -> int:
+        """Bytes reserved beyond what the caretaker has seen of our manifests."""
+        with self._lock:
+            return self._unseen()
 
     @property
     def waits_to_be_seen(self) -> bool:
@@ -120,10 +128,6 @@ class Budget:
             while self._recorded and self._recorded[0][0] <= seen:
                 self._recorded.popleft()
             self._limit, self._until, self._alone = limit, until, alone
-
-    def extend(self, until: float) -> None:
-        """What was granted holds longer."""
-        self._until = until
 
     def revoke(self) -> None:
         """Nothing may be reserved until the next grant."""

@@ -2,9 +2,11 @@
 
 In each round it reads what all servers have recorded, deletes what was removed, evicts what is
 worth least if there is too little room, and reports how much is there. The report gives each server
-a share of what is free: so many bytes beyond those that the caretaker has seen in its manifests. So
-all servers together never store more than was free, whatever they do at the same time, but for what
-servers that die had stored and not recorded; an audit finds that. `burst_bytes` bounds it.
+a share of what is free: so many bytes beyond those that the caretaker has seen in its manifests. A
+server uses its earlier share until it has read the report, so that one counts, too, until it has
+run out and its server has recorded all that it stored. So all servers together never store more
+than was free, whatever they do at the same time, but for what servers that die had stored and not
+recorded; an audit finds that. `burst_bytes` bounds it.
 
 A removal is recorded before the object is deleted, and before each batch of deletes the caretaker
 makes sure that it still is the caretaker. If it dies in between, or is stopped, its successor
@@ -15,6 +17,7 @@ gives its object another name, so no delete that is late hits it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -30,7 +33,7 @@ from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import UNLIMITED
 from kvtier.backends.object.gil_yield import GilYield
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.lease import LEASE_S, CaretakerReport, Lease, Servers
+from kvtier.backends.object.lease import LEASE_S, PATIENCE, CaretakerReport, Lease, Servers
 from kvtier.backends.object.manifests import (
     REMOVED,
     Entries,
@@ -75,6 +78,9 @@ _CRASHED_S = 3600.0
 _REMEMBERED_S = 60.0
 _REMEMBERED_LOOKS = 4
 """Servers record, the caretaker relays, others read: each once a look."""
+_SHARE_S = 2.0
+_SHARE_LOOKS = 3
+"""A share holds for so many looks, and at least for so long, after a server has read of it."""
 
 ProtectedBlocks = Mapping[str, Set[BlockKey]]
 """By namespace, blocks that are not evicted."""
@@ -96,6 +102,21 @@ class Limits(msgspec.Struct, frozen=True):
         """For so long at least manifests tell of a removal. Who has not read them for half of that
         reads them all anew."""
         return max(_REMEMBERED_S, _REMEMBERED_LOOKS * self.refresh_s)
+
+    @property
+    def share_s(self) -> float:
+        """For so long a server may use its share after it has read the report."""
+        return max(_SHARE_S, _SHARE_LOOKS * self.refresh_s)
+
+
+class Grant(msgspec.Struct):
+    """The share of one report."""
+
+    share: int
+    recorded: dict[str, int]
+    """By writer that has it, how many bytes it had recorded."""
+    until: float = math.inf
+    """When no server uses it any more, by our clock: known as soon as the next report is there."""
 
 
 class Caretaker:
@@ -142,6 +163,11 @@ class Caretaker:
         self._warned = False
         self.report = lease.last_report
         self._seen = dict(self.report.seen)
+        self._recorded = dict.fromkeys(self._seen, 0)
+        """By writer, the bytes in those of its manifests that are new in this term."""
+        self._grants = deque([Grant(self.report.share, dict(self._recorded))])
+        self._own_unseen = 0
+        self._own_has_all = False
         self.needs_audit = not self.report.measured
         """Whether there may be blocks that nobody has recorded."""
         for namespace in namespaces.listed(store):
@@ -149,11 +175,13 @@ class Caretaker:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def round(self) -> CaretakerReport:
-        """Raises StoreError."""
+    def round(self, own_unseen: int = 0) -> CaretakerReport:
+        """`own_unseen`: what our own server has stored, or is storing, beyond what was seen of its
+        manifests. Raises StoreError."""
+        self._own_unseen = own_unseen
         self._living, dead = self._servers.look(self._own)
         if dead:
-            self._lost_bytes += self.report.share * len(dead)
+            self._lost_bytes += sum(self._granted(name.writer) for name in dead)
             self.needs_audit = True
         for namespace in {name.namespace for name in self._living.values()}:
             self._read(namespace)
@@ -171,6 +199,7 @@ class Caretaker:
         for namespace, journal in self._journals.items():
             if journal.worth_joining():
                 self._join(namespace)
+        self._own_has_all = self.alone
         return self.report
 
     @property
@@ -197,7 +226,7 @@ class Caretaker:
         if journal is None:
             is_own = namespace == self._own.namespace
             writer = caretaker_writer(self._lease.term)
-            journal = Journal(self._store, namespace, writer, quiet=is_own)
+            journal = Journal(self._store, namespace, writer, seen=self._seen, quiet=is_own)
             index = BlockIndex(journal.read_all(relayed=True))
             self._journals[namespace], self._indexes[namespace] = journal, index
             self._doom(namespace, index.entries[~index.added])
@@ -206,6 +235,8 @@ class Caretaker:
         self._tell(namespace, entries)
         for writer, number in journal.numbers.items():
             self._seen[writer] = max(number, self._seen.get(writer, -1))
+        for writer, size in journal.take_recorded().items():
+            self._recorded[writer] = self._recorded.get(writer, 0) + size
         self._doom(namespace, entries[entries["kind"] == REMOVED])
 
     def _relay(self) -> bool:
@@ -220,11 +251,39 @@ class Caretaker:
 
     def _publish(self) -> bool:
         """Report, and renew the lease; False if the store is full."""
+        granted = {writer: self._recorded.get(writer, 0) for writer in self.report.seen}
+        grant = Grant(self.report.share, granted)
+        if (grant.share, granted) != (self._grants[-1].share, self._grants[-1].recorded):
+            self._grants.append(grant)  # before: a request that failed may have come through
         try:
             self._lease.publish(self.report)
         except StoreFull:
             return False
+        until = self._steady() + PATIENCE * self.report.share_s
+        for earlier in islice(self._grants, len(self._grants) - 1):
+            earlier.until = min(earlier.until, until)
+        while len(self._grants) > 1 and not any(
+            self._counts(self._grants[0], writer) for writer in self._living
+        ):
+            self._grants.popleft()
         return True
+
+    def _granted(self, writer: str) -> int:
+        """What a server may have stored, or may store still, beyond what we have seen."""
+        now = self._recorded.get(writer, 0)
+        counting = [grant for grant in self._grants if self._counts(grant, writer)]
+        granted = (grant.share - (now - grant.recorded[writer]) for grant in counting)
+        unseen = self._own_unseen if writer == self._own.writer else 0
+        return max(unseen, *granted, 0)
+
+    def _counts(self, grant: Grant, writer: str) -> bool:
+        """Whether a server may have used this share for what it has not recorded yet: it records
+        all before it says that it lives. Our own server knows each report at once."""
+        if writer not in grant.recorded:
+            return False
+        if writer == self._own.writer:
+            return grant is self._grants[-1]
+        return grant.until > self._servers.alive_at.get(writer, -math.inf)
 
     def _tell(self, namespace: str, entries: Entries) -> None:
         if namespace == self._own.namespace:
@@ -238,13 +297,18 @@ class Caretaker:
         capacity = self._capacity()
         recorded = sum(index.bytes for index in self._indexes.values())
         there = recorded + self._unlisted_bytes
-        free = min(max(0, capacity - there), burst_bytes(capacity))
+        granted = [self._granted(writer) for writer in self._living]
+        share = fair_share(max(0, capacity - there), granted)
+        share = min(share, burst_bytes(capacity) // max(1, len(granted)))
+        if self._own_has_all and not self.alone:
+            share = 0  # until our own server knows that it has a share only
         measured = self.report.measured
         return CaretakerReport(
             measured=measured,
             capacity=capacity,
             bytes=there,
-            share=free // max(1, len(self._living)) if measured else 0,
+            share=share if measured else 0,
+            share_s=self._limits.share_s,
             seen={writer: self._seen.get(writer, -1) for writer in self._living},
         )
 
@@ -315,12 +379,19 @@ class Caretaker:
             self._evict(surplus if self.alone else max(surplus, capacity // _EVICTED_MIN_SHARE))
 
     def _wanted_free(self, capacity: int) -> int:
-        """Whole blocks of the largest kind; more for servers that lacked room lately."""
+        """Whole blocks of the largest kind; if servers found no room lately, some for each of
+        them, beside what others may use up of larger shares."""
         sizes = {writer: name.block_bytes for writer, name in self._living.items()}
         largest = max(sizes.values(), default=1)
         usual = capacity // _FREE_SHARE // largest * largest
         lacking = sum(sizes.get(writer, 0) for writer in self._servers.lacking_room)
-        return min(max(usual, _FREE_BLOCKS * lacking), max(usual, capacity // _FREE_SHARE_MAX))
+        if not lacking:
+            return usual
+        most = max(usual, capacity // _FREE_SHARE_MAX)
+        wanted = min(max(usual, _FREE_BLOCKS * lacking), most)
+        share = wanted // max(1, len(self._living))
+        granted = sum(max(0, self._granted(writer) - share) for writer in self._living)
+        return wanted + min(granted, most)
 
     def _evict(self, surplus: int) -> None:
         """Record that the blocks that are worth least are gone, and delete them in the rounds that
@@ -463,6 +534,14 @@ class Caretaker:
     def _join(self, namespace: str) -> None:
         self._lease.confirm()
         self._journals[namespace].join(self._indexes[namespace].entries)
+
+
+def fair_share(free: int, granted: Sequence[int]) -> int:
+    """The most that each server may have if some may still use up what they were granted before."""
+    left = sorted(granted)
+    while left and left[-1] * len(left) > free:
+        free -= left.pop()
+    return max(0, free // len(left)) if left else 0
 
 
 def burst_bytes(capacity: int) -> int:

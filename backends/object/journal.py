@@ -54,10 +54,16 @@ class Journal:
     """
 
     def __init__(
-        self, store: Store, namespace: str, writer: str | None = None, *, quiet: bool = False
+        self,
+        store: Store,
+        namespace: str,
+        writer: str | None = None,
+        *,
+        seen: Mapping[str, int] | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`writer`: a new one if there is none. `quiet`: another journal of this process logs what
-        cannot be read."""
+        """`writer`: a new one if there is none. `seen`: the last manifests of others that count as
+        read before. `quiet`: another journal of this process logs what cannot be read."""
         self._store = store
         self._level = logging.DEBUG if quiet else logging.WARNING
         self.namespace = namespace
@@ -65,8 +71,10 @@ class Journal:
         self.writer = writer or new_writer()
         self.number = 0
         """Of the next manifest."""
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = dict(seen or {})
         """By writer, the number of its last manifest that was read here."""
+        self._recorded: dict[str, int] = {}
+        """By writer, the bytes that it has added in later manifests than those."""
         self._seen: set[str] = set()
         self._sizes: dict[str, int] = {}
         """By name: what the last listing showed, and what we have written since."""
@@ -122,6 +130,11 @@ class Journal:
         entries = self.read_new()
         self._to_relay.append(entries)
         return entries
+
+    def take_recorded(self) -> dict[str, int]:
+        """By writer, the bytes that it has added since the last call."""
+        recorded, self._recorded = self._recorded, {}
+        return recorded
 
     def relay(self) -> None:
         """Say in one manifest what was read, and delete those that the last one has replaced: a
@@ -220,10 +233,14 @@ class Journal:
                 return list(found.values())
         raise errors.Unavailable("manifests keep vanishing while they are read: try again later")
 
-    def _count(self, names: Iterable[str]) -> None:
-        for name in names:
+    def _count(self, found: Mapping[str, Entries]) -> None:
+        for name in sorted(found):
             writer, _, number = name.partition("-")
-            self.numbers[writer] = max(int(number), self.numbers.get(writer, -1))
+            if int(number) > self.numbers.get(writer, -1):
+                self.numbers[writer] = int(number)
+                entries = found[name]
+                size = int(entries["size"][entries["kind"] == manifests.ADDED].sum())
+                self._recorded[writer] = self._recorded.get(writer, 0) + size
 
     def _fetch(self, sizes: dict[str, int], known: set[str]) -> dict[str, Entries]:
         """Entries by name: none for a manifest with nothing new or readable. One that has vanished

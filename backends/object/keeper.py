@@ -259,6 +259,7 @@ class Keeper:
         look_at = self._next_look - (self.limits.refresh_s * _SOON_SHARE if self._soon else 0.0)
         if now >= look_at:
             self._look()
+            self._reached = True
             self.unwell = False  # the rest of the work, a listing say, may take minutes
         elif self.budget.mostly_unrecorded:
             with contextlib.suppress(StoreFull):
@@ -303,8 +304,9 @@ class Keeper:
         self._next_look = self._steady() + self.limits.refresh_s
         lacked_room, self._soon = self._soon, False
         with contextlib.suppress(StoreFull):  # what a full store does not take waits
+            self.outbox.record()  # first: who renews has recorded everything
             self._presence.renew(lacks_room=lacked_room, is_caretaker=self._lease.held)
-            self.outbox.record()
+        looked_at = self._steady()
         report = self._lease.look()
         acquired = report is None and self._lease.acquire()
         self._next_look = min(self._next_look, self._lease.decided_at)
@@ -315,7 +317,7 @@ class Keeper:
                 self._next_look = self._steady() + self.limits.audit_s
                 raise
         if self._lease.held and self.caretaker is not None:
-            report = self._round(self.caretaker)
+            report = self._round(self.caretaker, looked_at)
         else:
             self.caretaker = None
         if not self._backlogged:
@@ -325,11 +327,15 @@ class Keeper:
             self.caretaker.news.clear()
             self.catalogued, self._next_resync = False, 0.0  # all is read again when it asks
         if report is not None:
-            self._take_share(report)
+            self._take_share(report, looked_at)
 
-    def _round(self, caretaker: Caretaker) -> CaretakerReport | None:
+    def _round(self, caretaker: Caretaker, looked_at: float) -> CaretakerReport | None:
         try:
-            return caretaker.round()
+            report = caretaker.round(self.budget.unseen)
+            if self.budget.alone and not caretaker.alone:  # we have no more than others now
+                self._take_share(report, looked_at)
+                report = caretaker.round(self.budget.unseen)
+            return report
         except LeaseLost:  # the store is slow, or we were asleep: another takes over, or we again
             self.caretaker = None
             return None
@@ -361,7 +367,7 @@ class Keeper:
         now = self._steady()
         self._next_audit = now + self.limits.audit_s * random.uniform(0.5, 1.0)
 
-    def _take_share(self, report: CaretakerReport) -> None:
+    def _take_share(self, report: CaretakerReport, looked_at: float) -> None:
         self.budget.capacity = report.capacity
         caretaker = self.caretaker
         if caretaker is not None and caretaker.needs_audit:
@@ -371,7 +377,9 @@ class Keeper:
         if seen is None or not report.measured:
             self.budget.grant(0, seen=-1 if seen is None else seen, until=0.0)
             return
-        until = self._presence.until if caretaker is None else self._lease.until
+        until = min(self._presence.until, looked_at + report.share_s)
+        if caretaker is not None:
+            until = self._lease.until
         if caretaker is not None and caretaker.alone:
             self.budget.grant(caretaker.own_limit, seen=seen, until=until, alone=True)
         else:

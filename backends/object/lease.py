@@ -41,7 +41,7 @@ from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome, Store, b
 
 LEASE_S = 45.0
 _RENEW_SHARE = 0.45
-_PATIENCE = 1.5
+PATIENCE = 1.5
 """An observer waits for so many times the lease: clocks run as fast as that, at least."""
 _WRITE_S = 1.0
 """Without conditional puts: who begins to write a term ends within this time."""
@@ -71,6 +71,8 @@ class CaretakerReport(msgspec.Struct, frozen=True):
     """Of all blocks below the url that are recorded."""
     share: int = 0
     """What each server may store beyond what has been seen of its manifests."""
+    share_s: float = LEASE_S
+    """For so long after it has read this."""
     seen: dict[str, int] = {}
     """By writer, for each server that has a share, the number of its last manifest that counts."""
 
@@ -171,7 +173,7 @@ class Lease:
         if self._observed[0] == self.term or self._candidate_for:
             return True
         holder = self.holder or Term(self._server, LEASE_S)  # which cannot be read
-        late = self.clock() - self._observed_at > _PATIENCE * holder.lease_s
+        late = self.clock() - self._observed_at > PATIENCE * holder.lease_s
         return late or not holder.server or not writer_ids.may_live(holder.server)
 
     def acquire(self) -> bool:
@@ -321,6 +323,9 @@ class Servers:
         self._seen: dict[str, tuple[float, float]] = {}
         """By name: when its object was last renewed by the store's clock, and since when we know
         that by ours."""
+        self._looked_at = -math.inf
+        self.alive_at: dict[str, float] = {}
+        """By writer: it has renewed its object later than this, by our clock."""
         self.lacking_room: set[str] = set()
         """Writers of those that found no room lately."""
 
@@ -331,6 +336,7 @@ class Servers:
         dead: list[ServerName] = []
         now = self._clock()
         seen: dict[str, tuple[float, float]] = {}
+        alive_at: dict[str, float] = {}
         self.lacking_room.clear()
         for info in bounded(self._store.list(SERVERS), _SERVERS_MAX, "servers"):
             name = parse_server(info.name)
@@ -339,7 +345,10 @@ class Servers:
             before = self._seen.get(info.name)
             known = before[0] == info.modified_s if before else False
             since = before[1] if before and known else now
-            late = now - since > _PATIENCE * self._lease_s or not writer_ids.may_live(name.server)
+            renewed = before is not None and not known
+            last = self.alive_at.get(name.writer, -math.inf)
+            alive_at[name.writer] = self._looked_at if renewed else last
+            late = now - since > PATIENCE * self._lease_s or not writer_ids.may_live(name.server)
             if late and name != own:
                 dead.append(name)
                 continue
@@ -347,7 +356,7 @@ class Servers:
             if info.size:
                 self.lacking_room.add(name.writer)
             seen[info.name] = info.modified_s, since
-        self._seen = seen
+        self._seen, self.alive_at, self._looked_at = seen, alive_at, now
         if dead:
             self._store.delete([str(name) for name in dead])
         return living, dead

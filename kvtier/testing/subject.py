@@ -133,6 +133,11 @@ class Subject(ABC):
             mine.open_tier is Subject.open_tier and mine.open_handler is Subject.open_handler
         )
 
+    def recorded_removals(self, folder: Path) -> set[BlockKey]:
+        """Blocks that the medium says it has given up: whoever writes that down before it tells
+        its caller may die in between."""
+        return set()
+
     def block_files(self, folder: Path) -> list[Path]:
         """The files that hold blocks, if they may change behind the tier's back without killing
         it (a file that is mapped may not): the fault suite damages them."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import Phase, settings
 from support.tiers.subjects import MemorySubject
@@ -464,6 +465,12 @@ class TestLedger:
     def test_an_unfinished_reservation_may_have_evicted(self) -> None:
         ledger = self.ledger("T k0", "E", "C k0", "T k1")
         ledger.check(self.found(), MemorySubject())
+
+    def test_what_the_medium_has_recorded_as_given_up_is_not_lost(self) -> None:
+        ledger = self.ledger("T k0 k1", "E", "C k0 k1")
+        state = msgspec.structs.replace(self.found(), given_up=[bytes(self.KEYS[0])])
+        with pytest.raises(Broken, match="1 committed blocks are lost"):
+            ledger.check(state, MemorySubject())
 
     def test_who_sheds_may_have_died_before_it_said_so(self) -> None:
         told = ("T k0", "E", "C k0", "U", "R")

@@ -24,7 +24,7 @@ from support.object.manual_keepers import (
 from kvtier.backends.object.caretaker import Caretaker, Limits
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.lease import LEASE_S
+from kvtier.backends.object.lease import LEASE_S, PATIENCE
 from kvtier.backends.object.manifests import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import StoreFull, Unavailable
@@ -102,6 +102,64 @@ def test_until_the_election_is_over_nothing_is_stored(tmp_path: Path) -> None:
     tier.tick()
     assert len(tier.prepare_store(make_keys(8, start=9), evict=False).keys) == 5
     keeper.close()
+
+
+# -- shares ------------------------------------------------------------------------------------
+
+
+class Server:
+    """One that looks when it is told to, by a clock that the test moves."""
+
+    def __init__(self, store: FileStore, blocks: int, clock: Clock) -> None:
+        limits = Limits(blocks * RECORD, refresh_s=600.0, audit_s=1e6)
+        self.keeper = Keeper(store, NAMESPACE, limits, steady=clock)
+        self.tier = ObjectTier(self.keeper, create_policy())
+        self._store = store
+        self.keeper.open(self.tier.offered)
+        self.tier.start()
+
+    def look(self) -> None:
+        look(self.keeper, self.tier)
+
+    def store(self, first: int, count: int = 4) -> int:
+        """How many of so many blocks it may store now, and does."""
+        reserved = self.tier.prepare_store(make_keys(count, start=first))
+        for key, number in zip(reserved.keys, reserved.spec.generations, strict=True):
+            put(self._store, key, generation=number)
+        self.tier.complete_store(reserved.keys)
+        return len(reserved.keys)
+
+
+def test_a_share_of_an_earlier_report_counts_until_nobody_can_use_it(store: FileStore) -> None:
+    """A server reads a report late: what it was granted before is not granted to others."""
+    clock = Clock()
+    caretaker, prompt, late = (Server(store, 12, clock) for _ in range(3))
+    servers = caretaker, prompt, late
+    for server in (*servers, *servers):
+        server.look()
+    assert [caretaker.store(0), prompt.store(100)] == [4, 4]
+    for _ in range(2):
+        prompt.look()
+        caretaker.look()
+    assert [caretaker.store(200), prompt.store(300), late.store(400)] == [0, 0, 4]
+    assert blocks_in(store) == 12
+
+
+def test_a_share_that_was_not_used_is_granted_to_others_again(store: FileStore) -> None:
+    """Once it has run out, and its server has said that it lives and so has recorded everything."""
+    clock = Clock()
+    caretaker, prompt, idle = (Server(store, 12, clock) for _ in range(3))
+    servers = caretaker, prompt, idle
+    for server in (*servers, *servers):
+        server.look()
+    assert [caretaker.store(0), prompt.store(100)] == [4, 4]
+    for server in servers[:2] * 2:
+        server.look()
+    assert caretaker.keeper.budget.room == 0, "the other server may use what is free"
+    clock.at += PATIENCE * caretaker_of(caretaker.keeper).report.share_s
+    for server in (*servers, *servers, *servers):
+        server.look()
+    assert [server.keeper.budget.room // RECORD for server in servers] == [1, 1, 1]
 
 
 # -- evicting ----------------------------------------------------------------------------------
@@ -338,6 +396,28 @@ def test_who_closes_says_all_and_leaves_its_place(store: FileStore) -> None:
     late, theirs = opened(store)
     assert late.caretaker is not None
     assert hits(theirs, keys) == keys
+    late.close()
+
+
+def test_who_could_reach_the_store_only_later_leaves_its_place_too(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Unavailable("the store is away")
+
+    keeper, tier = created(store)
+    with monkeypatch.context() as away:
+        for call in ("put", "get", "list"):
+            away.setattr(FileStore, call, refuse)
+        with pytest.raises(Unavailable):
+            keeper.open(tier.offered)
+        tier.start()
+    look(keeper, tier)
+    assert keeper.caretaker is not None
+    keeper.close()
+    assert list(store.list("servers/")) == []
+    late, _ = opened(store)
+    assert late.caretaker is not None
     late.close()
 
 

@@ -8,13 +8,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvtier.backends.object import BACKEND, ObjectHandler, ObjectSettings, ObjectTier
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifests import REMOVED
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.errors import MediumError
 from kvtier.interfaces.backend import TierContext
 from kvtier.settings import ByteSize, Capacity, Duration, TierSettings
+from kvtier.slab.layout import keys_of
 from kvtier.system.disk import Disk
-from kvtier.testing.subject import Subject
+from kvtier.testing.subject import NAMESPACE, Subject
+from kvtier.types import BlockKey
 from support.object.object_servers import AZURE_ACCOUNT
 
 
@@ -53,6 +57,11 @@ class FolderSubject(Subject):
             return FileStore(urlsplit(settings.url).path, disk=disk)
         except StoreError as error:  # as the backend does, which takes a store from here
             raise MediumError(str(error)) from error
+
+    def recorded_removals(self, folder: Path) -> set[BlockKey]:
+        """A caretaker records what it evicts, then deletes it, then its own tier hears of it."""
+        entries = Journal(FileStore(folder / "store"), NAMESPACE.id).read_all()
+        return set(keys_of(entries[entries["kind"] == REMOVED]))
 
     def block_files(self, folder: Path) -> list[Path]:
         walked = os.walk(folder / "store")  # which does not mind what vanishes meanwhile
