@@ -150,9 +150,13 @@ class StallingProxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # as if it were the server itself
+                client.close()
+                continue
             self._links += [client, server]
             for pair in ((client, server), (server, client)):
                 threading.Thread(target=self._carry, args=pair, daemon=True).start()
