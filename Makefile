@@ -127,16 +127,21 @@ test-vllm033: $(VLLM_STAMP) $(STAMP)
 	PYTHONPATH=$(VLLM_VENV)/vllm-0.33.0 $(VLLM_BIN)/pytest $(ENGINES)
 
 # Beside real neighbours of engines, in environments of their own, where that is too heavy for all:
-# Dynamo's indexer, SGLang, and azurite, for which there must be npm.
+# Dynamo's indexer, SGLang, azurite, for which there must be npm, and Mooncake, for which there must
+# be libibverbs1, librdmacm1 and libnuma1.
 DOORS := ai-dynamo-runtime==1.6.1
 DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
 AZURITE := 3.37.0
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 test-doors: $(VLLM_STAMP) $(DOORS_STAMP) $(STAMP) test-sglang
 	$(VLLM_BIN)/pytest -m doors --ignore tests/doors/test_sglang.py tests/doors
 	@[ -x node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
 		npm install --silent --no-save --no-package-lock azurite@$(AZURITE)
 	$(BIN)/pytest $(SHARED) -k "azure or azurite" tests/object
+	@$(BIN)/pip install --quiet $(MOONCAKE) && $(VLLM_BIN)/pip install --quiet $(MOONCAKE)
+	$(BIN)/pytest -m doors tests/doors/test_mooncake.py tests/doors/test_mooncake_faults.py
+	$(VLLM_BIN)/pytest -m doors tests/doors/test_mooncake_engines.py
 
 # On an SGLang whose own requirements are for GPUs: of these, what it imports on a CPU.
 SGLANG_VENV  := .venv-sglang

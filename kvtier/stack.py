@@ -248,6 +248,7 @@ class Stack:
             self.chain.touch(left)
             while left and time.monotonic() < end:
                 piece, left = left[:_PIECE], left[_PIECE:]
+                self._find(piece, end)
                 while piece and time.monotonic() < end:
                     some, later = self._loadable(piece)
                     found = self.chain.lookup(some)
@@ -258,6 +259,13 @@ class Stack:
                     # More than host memory has room for comes when the first have left.
                     piece = [key for key in piece if key not in taken]
         return payloads
+
+    def _find(self, keys: Sequence[BlockKey], end: float) -> None:
+        """Wait for what media say that have to be asked what they hold."""
+        query = self.chain.find(keys)
+        while not query.answered and time.monotonic() < end:
+            self.mover.wait(_WAIT_S)
+            self.chain.poll()
 
     def _loadable(self, keys: list[BlockKey]) -> tuple[list[BlockKey], set[BlockKey]]:
         """Of the keys that are held those in host memory, and as many as there is room for beside

@@ -5,6 +5,7 @@
   for a while after a failure (`Health`).
 - `plan`: pure functions that decide what moves where.
 - `lookup`: which tier can give each block, and what is reserved for a hit.
+- `queries`: asks media that alone know what they hold, ahead of a request's turn.
 - `hits`: how much of a prompt is worth loading.
 - `load`: the way up, for requests that the engine serves.
 - `prefetch`: the way up before anybody asks.

@@ -29,12 +29,16 @@ class Health:
     and pay a deadline for every request while a disk hangs.
     """
 
-    def __init__(self, tiers: int, rest_seconds: float, strikes: int = 3) -> None:
+    def __init__(self, strikes: Sequence[int], rest_seconds: float) -> None:
+        """For each tier, how many transfers fail in a row before it is left alone."""
+        tiers = len(strikes)
         self._rest = rest_seconds
         self._strikes = strikes
         self._failing = [0] * tiers
         self._down_until = [0.0] * tiers
         self._unwell = [False] * tiers
+        self._slow = [False] * tiers
+        """Whether it was left alone because it took too long."""
         self._resting: list[OrderedDict[BlockKey, float]] = [OrderedDict() for _ in range(tiers)]
 
     def down(self, tier: int, now: float) -> bool:
@@ -63,17 +67,24 @@ class Health:
             self._down_until[tier] = 0.0
         elif not self.down(tier, now) and any(outcome in _TIER_FAILS for outcome in outcomes):
             self._failing[tier] += 1
-            beyond = self._failing[tier] - self._strikes
+            self._slow[tier] = Outcome.TIMEOUT in outcomes
+            beyond = self._failing[tier] - self._strikes[tier]
             if beyond >= 0:
                 self._down_until[tier] = now + self._rest * 2.0 ** min(beyond, DOUBLINGS)
+
+    def answers(self, tier: int) -> None:
+        """It answers again: one that did not is asked again at once, but not one that was slow."""
+        if not self._slow[tier]:
+            self._down_until[tier] = 0.0
+            self._failing[tier] = min(self._failing[tier], self._strikes[tier] - 1)
 
     def tick(self, now: float, tiers: Sequence[Tier] = ()) -> None:
         """Ask again for what has rested long enough, in the order in which it failed; and a tier at
         once that knows itself to be well again: if it then fails, it rests as at first."""
         for at, tier in enumerate(tiers):
             if self._unwell[at] and not tier.unwell:
-                self._down_until[at] = 0.0
-                self._failing[at] = min(self._failing[at], self._strikes - 1)
+                self._slow[at] = False
+                self.answers(at)
             self._unwell[at] = tier.unwell
         for resting in self._resting:
             while resting and next(iter(resting.values())) <= now:
@@ -108,9 +119,10 @@ class ChainContext:
         self.misses = MissLedger(sum(self.slots), clock)
         self.ledger = Ledger(self.tiers, self.misses)
         self.counters = ChainCounters([tier.medium for tier in tiers], namespace)
-        self.loads = Health(len(tiers), rest_seconds)
+        strikes = [tier.strikes for tier in tiers]
+        self.loads = Health(strikes, rest_seconds)
         # Apart from loads: what can no longer be written to may well be read.
-        self.stores = Health(len(tiers), rest_seconds)
+        self.stores = Health(strikes, rest_seconds)
         self._in_files = frozenset(at for at, tier in enumerate(tiers) if at and tier.in_files)
         self.direct: frozenset[int] = frozenset()
         """The tiers whose files the readers of loads read themselves: their blocks need no slot."""

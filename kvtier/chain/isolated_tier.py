@@ -42,7 +42,7 @@ class IsolatedTier(Tier):
         self._tier = tier
         self.medium = tier.medium
         self.in_files = tier.in_files
-        self.shared = tier.shared
+        self.finds, self.strikes = tier.finds, tier.strikes
         self.learning = tier.learning
         self._stats = TierStats(tier.medium)
 
@@ -57,6 +57,10 @@ class IsolatedTier(Tier):
                 logger.exception(_OUT, self.medium, type(self._tier).__module__)
             self.out_of_use = True
             return instead
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        return self._ask(lambda: bool(self._tier.shared), False)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
         nowhere = [Presence.MISS] * len(keys)
@@ -96,6 +100,19 @@ class IsolatedTier(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._ask(lambda: self._tier.complete_store(keys, failed), None)
+
+    def prepare_find(
+        self, keys: Sequence[BlockKey]
+    ) -> tuple[Sequence[BlockKey], LoadStoreSpec | None]:
+        nothing: tuple[Sequence[BlockKey], LoadStoreSpec | None] = ([], None)
+        return self._ask(lambda: self._unknown(keys), nothing)
+
+    def _unknown(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], LoadStoreSpec | None]:
+        asked, spec = self._tier.prepare_find(keys)
+        return list(asked), spec if spec is None else _as_many(spec, asked)
+
+    def complete_find(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
+        self._ask(lambda: self._tier.complete_find(keys, outcomes), None)
 
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
         self._ask(lambda: self._tier.touch(keys, start), None)

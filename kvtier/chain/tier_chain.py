@@ -16,6 +16,7 @@ from kvtier.chain.lookup import Lookup
 from kvtier.chain.misses import Cause, Past
 from kvtier.chain.plan import HOST, NOWHERE
 from kvtier.chain.prefetch import Prefetches
+from kvtier.chain.queries import Queries, Query
 from kvtier.chain.stats import ChainStats, Sample, budgets_of
 from kvtier.chain.store import Cascade
 from kvtier.errors import NotResident
@@ -139,6 +140,7 @@ class TierChain(Tier):
             unsaved=self._cascade.unsaved,
             used=partial(self._cascade.committed, HOST),
         )
+        self.queries = Queries(context, self._lookup)
         self._stored = deque[TransferResult]()
         self._ended: list[Ticket] = []
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
@@ -194,6 +196,11 @@ class TierChain(Tier):
                     late = Past(Fate.GONE, tier, left.seconds)
                     return Cause(MissReason.NOT_WRITTEN, tier, late, left)
         return cause
+
+    def find(self, keys: Sequence[BlockKey]) -> Query:
+        """Ask the media that alone know what they hold for what the tiers above lack of these; what
+        they say is found by later lookups. Call it when a request comes, before its turn."""
+        return self.queries.ask(keys)
 
     # load
 
@@ -324,6 +331,7 @@ class TierChain(Tier):
             tier.tick()
             for lost, fate in tier.take_lost() if self.misses.on else ():
                 self.misses.note(at, lost, fate)
+        self.queries.step(now)
         self.reservations.end()
         self.prefetches.step(now)
 
@@ -332,7 +340,7 @@ class TierChain(Tier):
         """Whether `poll` must be called although the engine is idle."""
         waiting = self._cascade.waiting or self.prefetches.warm_up.pending
         waiting = waiting and not self._mover.lost  # else no step would start it
-        moving = self._ledger.moving or self.prefetches.pending
+        moving = self._ledger.moving or self.prefetches.pending or self.queries.pending
         return bool(moving or self._stored or self._ended or waiting)
 
     @property
@@ -348,6 +356,8 @@ class TierChain(Tier):
 
     def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
         for result in self._mover.poll():
+            if self.queries.settled(result, now):
+                continue
             if not self._ledger.promoting(result.id):
                 self._stored.append(result)
             elif settled := self._ledger.settle(result):

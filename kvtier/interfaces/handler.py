@@ -50,6 +50,11 @@ class Handler(ABC):
     ) -> list[Outcome]:
         """Write each record where the spec says; complete before it is reported OK."""
 
+    def find(self, spec: LoadStoreSpec, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Whether the medium has each block: OK, GONE, or why it cannot be asked. Only of tiers
+        that do not know it themselves (`Tier.finds`), and all keys of a request at once."""
+        return [Outcome.IO_ERROR] * len(keys)
+
     def close(self) -> None:  # noqa: B027 - not every medium has something to release
         """Release files and connections."""
 

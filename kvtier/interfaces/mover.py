@@ -14,6 +14,8 @@ from kvtier.types import BlockKey, LoadStoreSpec, Outcome
 class TransferKind(enum.Enum):
     """Why blocks move: loads go before stores, and stores are dropped under pressure."""
 
+    FIND = "find"
+    """Nothing moves: the medium is asked what it has. Source and target are the tier itself."""
     LOAD = "load"
     STORE = "store"
 
@@ -44,6 +46,8 @@ class Transfer(msgspec.Struct, kw_only=True):
 
 class TransferResult(msgspec.Struct, kw_only=True):
     """How a transfer ended, one outcome a key in the transfer's order.
+
+    Of a find, OK says that the medium has the block, GONE that it has not.
 
     GONE and CORRUPT always speak of the source, the rest of the medium that is not host memory. If
     neither is, that is the target, and a source that cannot be read makes its blocks DROPPED.

@@ -66,6 +66,11 @@ class Tier(ABC):
     nobody need wait any longer to try."""
     learning: bool = False
     """Whether it has still to learn what its medium holds: what it lacks may well be there."""
+    finds: bool = False
+    """Whether only its medium can tell what it holds, because others write and evict there:
+    `prepare_find` says what to ask it (`Handler.find`) when a request comes into the queue."""
+    strikes: int = 3
+    """So many transfers fail in a row before it is left alone for a while."""
     allowance: WriteAllowance | None = None
     """What may be written to its medium now; None: as much as comes."""
 
@@ -96,6 +101,18 @@ class Tier(ABC):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         """Commit reserved keys, all bytes of which have landed; abort those in `failed`."""
+
+    def prepare_find(
+        self, keys: Sequence[BlockKey]
+    ) -> tuple[Sequence[BlockKey], LoadStoreSpec | None]:
+        """Those of these of which its medium has to be asked whether it holds them, and where they
+        would be; None if there are none."""
+        return [], None
+
+    def complete_find(  # noqa: B027 - most tiers know
+        self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
+    ) -> None:
+        """What the medium has answered: OK, GONE, or why it could not be asked."""
 
     @abstractmethod
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:

@@ -107,7 +107,8 @@ def serve(parent: socket.socket) -> None:
         prefetch_share=hello.prefetch_share,
     )
     host = [isinstance(each, HostHandler) for each in handlers]
-    longest = {TransferKind.LOAD: [each.call_seconds for each in handlers]}
+    calls = [each.call_seconds for each in handlers]
+    longest = {TransferKind.FIND: calls, TransferKind.LOAD: calls}
     longest[TransferKind.STORE] = [each.store_seconds or each.call_seconds for each in handlers]
     parent.sendall(frame(Ready(host, longest)))
     reporter = ResultReporter(mover, parent)

@@ -32,7 +32,7 @@ class TransferCounts:
 
     def lanes(self, transfer: Transfer) -> tuple[int, ...]:
         """The tiers whose handlers this transfer occupies, in the order it does so."""
-        if self._host[transfer.target]:
+        if transfer.kind is TransferKind.FIND or self._host[transfer.target]:
             return (transfer.source,)
         if self._host[transfer.source]:
             return (transfer.target,)
@@ -46,7 +46,8 @@ class TransferCounts:
         blocks = len(transfer.keys)
         if not len(transfer.source_spec) == len(transfer.target_spec) == blocks:
             raise ValueError(f"transfer {transfer.id} needs one place at both ends for every key")
-        if transfer.source == transfer.target or not (
+        finds = transfer.kind is TransferKind.FIND
+        if (transfer.source == transfer.target) is not finds or not (
             0 <= transfer.source < len(self._host) and 0 <= transfer.target < len(self._host)
         ):
             raise ValueError(f"transfer {transfer.id} must go from one tier to another")
@@ -96,8 +97,8 @@ class TransferCounts:
         loads = self._in_flight[TransferKind.LOAD][lane]
         if transfer.prefetch:
             return loads + self._prefetching[lane]
-        if transfer.kind is TransferKind.LOAD:
-            return loads
+        if transfer.kind is not TransferKind.STORE:
+            return self._in_flight[transfer.kind][lane]
         return loads + self._in_flight[TransferKind.STORE][lane]
 
 
@@ -199,10 +200,10 @@ class TransferBatch:
 class HandlerQueue:
     """The queue in front of one handler. Guarded by the mover's lock, which its condition shares.
 
-    Loads go first. Batches that have come halfway go before stores that have not started, because
-    they hold staging buffers; jobs that need such buffers are passed over while there are none.
-    Prefetches go before such stores, too, but on a share of the threads only: a load that comes
-    meanwhile finds others idle.
+    Finds go first, each in one call, and then loads. Batches that have come halfway go before
+    stores that have not started, because they hold staging buffers; jobs that need such buffers are
+    passed over while there are none. Prefetches go before such stores, too, but on a share of the
+    threads only: a load that comes meanwhile finds others idle.
     """
 
     def __init__(
@@ -279,7 +280,8 @@ class HandlerQueue:
     def take(self, now: float) -> TransferBatch | None:
         """The next batch that can start, None if there is none."""
         return (
-            self._cut_from(self._direct[TransferKind.LOAD], now)
+            self._cut_from(self._direct[TransferKind.FIND], now)
+            or self._cut_from(self._direct[TransferKind.LOAD], now)
             or self._cut_from(self._staged[TransferKind.LOAD], now)
             or (self._arrived.popleft() if self._arrived else None)
             or self._prefetch(now)
@@ -306,7 +308,9 @@ class HandlerQueue:
             return job.cut(rest, now, Outcome.TIMEOUT)
         # A job that has the lane for itself is spread over all its threads, down to its end.
         count = min(rest, job.batch_blocks)
-        if len(queue) == 1:
+        if job.transfer.kind is TransferKind.FIND:
+            count = rest
+        elif len(queue) == 1:
             count = min(count, -(-rest // self.concurrency))
         if job.staged:
             count = min(count, self._staging.free)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtier.interfaces.handler import Handler, HostHandler
-from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferResult
+from kvtier.interfaces.mover import Mover, MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.move.queues import (
     STAGING_BYTES,
     HandlerQueue,
@@ -48,7 +48,10 @@ class BatchCarrier:
         transfer = batch.job.transfer
         target = self._handlers[transfer.target]
         source = self._handlers[transfer.source]
-        if isinstance(target, HostHandler):
+        if transfer.kind is TransferKind.FIND:
+            spec = transfer.source_spec
+            batch.job.outcomes[:] = _checked(source.find(spec, transfer.keys), spec)
+        elif isinstance(target, HostHandler):
             self._load(batch, source, target)
         elif isinstance(source, HostHandler):
             spec = transfer.source_spec.select(batch.start, batch.stop)
@@ -362,6 +365,8 @@ class ThreadMover(Mover):
 
     def _bytes_moved(self, job: TransferJob) -> int:
         namespace = self._namespace
+        if job.transfer.kind is TransferKind.FIND:
+            return 0
         if len(namespace.group_bytes) == 1:
             return job.outcomes.count(Outcome.OK) * record_bytes(namespace.payload_bytes)
         return sum(

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 LOAD_S = 5.0
 """No load takes longer, whatever a tier's `load_deadline` says: SGLang gives its threads ten
 seconds to end, and fails if one has not ended then."""
+FIND_S = 0.25
+"""How long a medium that has to be asked may take to say what it has."""
 STORE_S = 0.5
 """How long a store waits for room. SGLang keeps pages in host memory until they are stored."""
 _POLL_S = 0.05
@@ -114,6 +116,12 @@ class PageStore:
 
     def find(self, keys: Sequence[BlockKey]) -> int:
         """How many leading keys some tier can give."""
+        with self._lock:
+            query = self._chain.find(keys)
+        while not query.answered and time.monotonic() < query.since + FIND_S:
+            self._stack.mover.wait(_POLL_S)
+            with self._lock:
+                self._chain.poll()
         with self._lock:
             return len(self._found(keys))
 

@@ -221,7 +221,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         if not self._engine_cache.trusted:
             self._chain.keep_no_more(name)
         self._heed_hints(request)
-        if self._manager.ahead.on and not self._without_hits:
+        if (self._manager.ahead.on or self._chain.asks_media()) and not self._without_hits:
             self._prefetch(request)
 
     def _begin_session(self) -> None:
@@ -242,12 +242,14 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def _prefetch(self, request: Any) -> None:
-        """Bring up what the request will ask for while it waits for its turn."""
+        """Find and bring up what the request will ask for while it waits for its turn."""
         waits = scheduler.waiting_request(
             self.connector_scheduler, request, self._pool, by_priority=self._by_priority
         )
         if waits is not None:
-            self._manager.ahead.came(request.request_id, waits)
+            self._chain.find(request.request_id, waits.ends)
+            if self._manager.ahead.on:
+                self._manager.ahead.came(request.request_id, waits)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

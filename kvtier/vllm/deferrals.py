@@ -1,4 +1,5 @@
-"""Why requests have to ask again, and for how long: for room, for another's load, for a hand-over.
+"""Why requests have to ask again, and for how long: for room, for another's load, for an answer of
+a medium, for a hand-over.
 
 vLLM asks about a request that is put off in each step, for all keys of each, and there may be
 hundreds. As long as nothing has changed since one was told to wait, nobody looks for its blocks
@@ -20,6 +21,7 @@ from kvtier.vllm.requests import (
     Event,
     HandoverDeferral,
     LoadDeferral,
+    QueryDeferral,
     Requests,
     RequestState,
     RoomDeferral,
@@ -34,6 +36,11 @@ _LATE = 2.0
 WAIT_S = 1.0
 """An engine stores a prompt within a second: so long is waited for it where it is not known how
 long that takes to compute."""
+QUERY_WAIT_S = 0.25
+"""How long a request waits at most for a medium to say what it has of its prompt..."""
+_QUERY_SHARE = 0.05
+"""... and how long as a part of what computing the prompt takes."""
+_ASK_AGAIN_S = 0.05
 _DOUBT_MAX = 8
 """What comes at all comes within an eighth of a second, mostly: enough to learn that it does."""
 _AWAY = (NOWHERE, COMING)
@@ -147,6 +154,11 @@ class Deferrals:
                 if holds:
                     self._requests.on(Event.EXPECTED, request)
                 return holds
+            case QueryDeferral(until):
+                holds = not state.answered and self._clock() < until
+                if holds:
+                    self._requests.on(Event.EXPECTED, request)
+                return holds
             case RoomDeferral() as deferral:
                 return room_comes and self._still_no_room(request, state, deferral)
             case LoadDeferral(asked, key, taken):
@@ -195,6 +207,24 @@ class Deferrals:
         if key is not None:
             state.deferral = LoadDeferral(state.asked, key, self._taken(state.spare))
 
+    # an answer
+
+    def for_query(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> None:
+        """Tell a request to wait for what media say that were asked about its blocks: mostly they
+        have said it before its turn."""
+        if state.query is None or state.answered:
+            return
+        wait = QUERY_WAIT_S
+        end = min(state.limit, state.end(shapes)) if state.columns else 0
+        if self._costs is not None and (
+            computing := self._costs.recompute_seconds(state.start, end)
+        ):
+            wait = min(wait, _QUERY_SHARE * computing)
+        until = state.query.since + wait
+        if self._clock() < until:
+            state.deferral = QueryDeferral(until)
+            self._requests.on(Event.EXPECTED, request)
+
     # a hand-over
 
     def for_handover(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> None:
@@ -206,7 +236,7 @@ class Deferrals:
         places = self._chain.locate(list(begins))
         lacking = [key for key, at in zip(begins, places, strict=True) if at in _AWAY]
         if lacking:
-            expected.lacking = lacking[-1]
+            expected.lacking, expected.wanted = lacking[-1], lacking
             expected.until = expected.since + self._patience(begins[lacking[0]], stop)
             if self._clock() < expected.until:
                 state.deferral = expected
@@ -227,6 +257,11 @@ class Deferrals:
         """Whether nothing has changed: asked in each step, of many that may have long prompts."""
         if expected.lacking is None or self._clock() >= expected.until:
             return False
+        if self._chain.queries.on:
+            query = expected.query
+            since = query.since if query is not None else expected.since
+            if (query is None or query.answered) and self._clock() >= since + _ASK_AGAIN_S:
+                expected.query = self._chain.find(expected.wanted)
         return self._chain.locate([expected.lacking])[0] in _AWAY
 
 

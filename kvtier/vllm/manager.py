@@ -152,6 +152,17 @@ class ChainManager:
 
     # -- loads -----------------------------------------------------------------------------
 
+    def asks_media(self) -> bool:
+        """Whether there is a tier whose medium has to be asked what it holds (`find`)."""
+        return self.chain.queries.on
+
+    def find(self, request: str, ends: Mapping[bytes, int]) -> None:
+        """Ask such media, once, about the blocks of a request that came into the queue."""
+        state = self._requests.of(request)
+        if self.asks_media() and state.query is None and state.identified and not state.refused:
+            state.arrange(self.shapes, ends, self._epoch)
+            state.query = self.chain.find([key for _, _, known in state.columns for key in known])
+
     def begin_lookup(self, request: str, start: int, limit: int, scarce: bool = True) -> None:
         """The engine is about to look up what it could load between these tokens; `scarce` if it
         may lack the blocks for it."""
@@ -192,8 +203,11 @@ class ChainManager:
     def _answer(self, request: str, state: RequestState, ends: Mapping[bytes, int]) -> set[bytes]:
         """Decide on all of a request: its hits, and whether it waits."""
         state.arrange(self.shapes, ends, self._epoch)
+        self.find(request, ends)
         state.spare, state.deferral = self.chain.reservations.spare(), None
-        self._deferrals.for_handover(request, state, self.shapes)
+        self._deferrals.for_query(request, state, self.shapes)
+        if not state.told_to_wait:
+            self._deferrals.for_handover(request, state, self.shapes)
         state.hits = set() if state.told_to_wait else self._look_up(state)
         if not state.told_to_wait and state.decision.short_of_room and self._room_comes:
             self._deferrals.for_room(request, state, state.end(self.shapes))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.chain.hits import Decision, Shape, Span, kept_within, last_stop, whole, windowed, woven
+from kvtier.chain.queries import Query
 from kvtier.types import GROUP_BYTES, BlockKey
 from kvtier.vllm.identity.prompts import salted
 
@@ -27,7 +28,7 @@ class Phase(enum.StrEnum):
     OTHERS_LOAD = "deferred for a load"
     """Blocks of its own are being copied, or loaded for another."""
     HANDOVER = "deferred for a hand-over"
-    """What another engine has computed is not in a tier yet."""
+    """What another engine has computed is not in a tier yet, or a tier has still to find out."""
     LOADING = "loading"
     COMPUTING = "computing"
 
@@ -88,6 +89,12 @@ class LoadDeferral(NamedTuple):
     """The room that was reserved for the request."""
 
 
+class QueryDeferral(NamedTuple):
+    """Of a request about whose blocks media were asked, until they have answered, or until then."""
+
+    until: float
+
+
 class HandoverDeferral(msgspec.Struct):
     """Of a request whose prompt another engine has computed, until all of that is in a tier, or is
     not waited for any more."""
@@ -96,9 +103,12 @@ class HandoverDeferral(msgspec.Struct):
     until: float = 0.0
     lacking: BlockKey | None = None
     """The last block of those that it waits for: until that has come, no other is asked for."""
+    wanted: Sequence[BlockKey] = ()
+    query: Query | None = None
+    """What media were asked last for these: it is for them to find out."""
 
 
-Deferral = RoomDeferral | LoadDeferral | HandoverDeferral
+Deferral = RoomDeferral | LoadDeferral | QueryDeferral | HandoverDeferral
 
 
 class RequestState(msgspec.Struct):
@@ -141,6 +151,8 @@ class RequestState(msgspec.Struct):
     """It was not scheduled at once, and that may have been why."""
     expected: HandoverDeferral | None = None
     """Another engine has computed its prompt, and not all of that is in a tier yet."""
+    query: Query | None = None
+    """What media that alone know what they hold were asked for it."""
     sources: Mapping[bytes, int] = {}
     """The tiers that the blocks of its load come from."""
     explained: bool = False
@@ -163,9 +175,14 @@ class RequestState(msgspec.Struct):
         self.kept = self.kept and salt is not None
 
     @property
+    def answered(self) -> bool:
+        """Whether all media that were asked about its blocks have said what they have."""
+        return self.query is None or self.query.answered
+
+    @property
     def told_to_wait(self) -> bool:
         """Whether it is told to ask again, and not what there is."""
-        return isinstance(self.deferral, RoomDeferral | HandoverDeferral)
+        return isinstance(self.deferral, RoomDeferral | QueryDeferral | HandoverDeferral)
 
     def known_as(self, keys: Sequence[bytes], epoch: bytes) -> list[BlockKey]:
         """The keys as the tiers know them: with the request's salt and the epoch in them."""

@@ -185,6 +185,8 @@ class WaitingPrefetches:
         keys: Sequence[BlockKey] = []
         waiting.short = False
         if not state.refused and state.columns:
+            if self._chain.queries.on and waiting.pause_s > LOOK_AGAIN_S:  # not the first look
+                self._chain.find([key for _, _, known in state.columns for key in known])
             keys, waiting.start, waiting.stop = self._wanted(state, waiting.waits, shapes)
             chunk = max(shape.tokens for shape in shapes.values())
             waiting.short = waiting.stop + chunk <= waiting.waits.limit

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from engines.fixtures import environment_as_before, model, world
 from support.processes.dynamo_indexer import PYTHON, Indexer
+from support.processes.mooncake_pool import MooncakePool, tool
+
+from kvtier.backends.mooncake.client import store_module
+from kvtier.errors import MediumError
 
 __all__ = ["environment_as_before", "model", "world"]
 
@@ -21,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if "indexer" in item.fixturenames and not (PYTHON.exists() and has("vllm")):
                 item.add_marker(pytest.mark.skip("needs vLLM and Dynamo: make test-doors"))
+            if "pool" in item.fixturenames and (lack := lacks_mooncake()):
+                item.add_marker(pytest.mark.skip(f"{lack}: make test-doors"))
             if "sglang" in item.fixturenames and not has("sglang"):
                 item.add_marker(pytest.mark.skip("needs SGLang: make test-sglang"))
 
@@ -29,6 +35,25 @@ def has(name: str) -> bool:
     """Of the same name are this project's own tests, a folder without a file of its own."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
+
+
+def lacks_mooncake() -> str:
+    """What there is not of Mooncake; empty if all is there."""
+    if not has("mooncake") or tool("mooncake_master") is None:
+        return "needs Mooncake"
+    try:
+        store_module()
+    except MediumError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[MooncakePool]:
+    """Mooncake's, of a test's own."""
+    pool = MooncakePool(tmp_path)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

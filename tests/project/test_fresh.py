@@ -35,6 +35,8 @@ def test_ready_stacks_are_right(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KVTIER_FOLDER", str(tmp_path / "blocks"))
     monkeypatch.setenv("KVTIER_BUCKET", "s3://bucket/prefix")
+    monkeypatch.setenv("KVTIER_MOONCAKE_MASTER", "127.0.0.1:50051")
+    monkeypatch.setattr("kvtier.backends.mooncake.backend.store_module", lambda: None)
     monkeypatch.setenv("KVTIER_NAME", "second")
     config = load(path, record_bytes=4 << 20)
     assert len(config.tiers) > 1

@@ -160,10 +160,11 @@ class Host(Slowed):
         self._step()
 
     def wait_for_others(self, patience: float) -> None:
-        """How long blocks are waited for that another engine has computed."""
+        """How long blocks are waited for that another engine has computed, and for media to say
+        what they have."""
         import kvtier.vllm.deferrals
 
-        kvtier.vllm.deferrals.WAIT_S = patience
+        kvtier.vllm.deferrals.WAIT_S = kvtier.vllm.deferrals.QUERY_WAIT_S = patience
 
     def end(self) -> dict[str, Any]:
         """Step until one of the requests that were begun has ended."""

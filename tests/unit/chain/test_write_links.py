@@ -151,7 +151,7 @@ def test_a_window_is_at_least_one_block_and_at_most_the_queue() -> None:
 
 
 def test_what_rests_is_bounded_and_asked_again_in_time() -> None:
-    health = Health(2, 10.0)
+    health = Health([3, 3], 10.0)
     health.rest(1, KEYS[:2], 0.0)
     health.rest(1, KEYS[1:3], 5.0)
     assert set(health.resting(1)) == set(KEYS[:3])
@@ -165,7 +165,7 @@ def test_what_rests_is_bounded_and_asked_again_in_time() -> None:
 
 
 def test_a_tier_rests_longer_the_longer_it_fails() -> None:
-    health = Health(1, 10.0, strikes=2)
+    health = Health([2], 10.0)
     now, rests = 0.0, []
     health.observe(0, [Outcome.IO_ERROR], now)
     assert not health.down(0, now)
@@ -184,7 +184,7 @@ def test_a_tier_rests_longer_the_longer_it_fails() -> None:
 
 def test_what_ends_while_a_tier_rests_is_no_further_failure() -> None:
     """All that was under way when a disk stopped ends within one moment."""
-    health = Health(1, 10.0, strikes=2)
+    health = Health([2], 10.0)
     for _ in range(10):
         health.observe(0, [Outcome.TIMEOUT], 0.0)
     health.observe(0, [Outcome.TIMEOUT], 9.0)
@@ -196,7 +196,7 @@ def test_what_ends_while_a_tier_rests_is_no_further_failure() -> None:
 
 
 def test_what_is_not_the_tiers_fault_is_not_held_against_it() -> None:
-    health = Health(1, 10.0, strikes=1)
+    health = Health([1], 10.0)
     for outcome in (Outcome.GONE, Outcome.CORRUPT, Outcome.CANCELLED, Outcome.DROPPED):
         health.observe(0, [outcome], 0.0)
     health.observe(0, [], 0.0)
@@ -204,7 +204,7 @@ def test_what_is_not_the_tiers_fault_is_not_held_against_it() -> None:
 
 
 def test_a_block_that_arrives_while_a_tier_rests_ends_its_rest() -> None:
-    health = Health(1, 30.0, strikes=1)
+    health = Health([1], 30.0)
     health.observe(0, [Outcome.IO_ERROR], 0.0)
     assert health.down(0, 1.0)
     health.observe(0, [Outcome.IO_ERROR, Outcome.OK], 1.0)
@@ -214,7 +214,7 @@ def test_a_block_that_arrives_while_a_tier_rests_ends_its_rest() -> None:
 def test_a_tier_that_is_well_again_is_tried_once_at_once() -> None:
     tier = MemoryTier(MemoryStore(NAMESPACE, SLOT))
     tier.unwell = True
-    health = Health(1, 30.0)
+    health = Health([3], 30.0)
     for now in (0.0, 0.0, 0.0, 30.0, 90.0):
         health.observe(0, [Outcome.TIMEOUT], now)
     health.tick(91.0, [tier])
@@ -229,7 +229,7 @@ def test_a_tier_that_is_well_again_is_tried_once_at_once() -> None:
 
 
 def test_a_key_that_fails_again_rests_anew_and_holds_up_no_other() -> None:
-    health = Health(1, 30.0)
+    health = Health([3], 30.0)
     health.rest(0, KEYS[:2], 0.0)
     health.rest(0, KEYS[:1], 10.0)
     health.tick(30.0)
