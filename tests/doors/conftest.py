@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if "indexer" in item.fixturenames and not (PYTHON.exists() and has("vllm")):
                 item.add_marker(pytest.mark.skip("needs vLLM and Dynamo: make test-doors"))
-            if "pool" in item.fixturenames and (lack := lacks_mooncake()):
+            if "mooncake" in item.path.name and (lack := lacks_mooncake()):
                 item.add_marker(pytest.mark.skip(f"{lack}: make test-doors"))
             if "sglang" in item.fixturenames and not has("sglang"):
                 item.add_marker(pytest.mark.skip("needs SGLang: make test-sglang"))
