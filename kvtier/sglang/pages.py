@@ -37,8 +37,8 @@ STORE_S = 0.5
 """How long a store waits for room. SGLang keeps pages in host memory until they are stored."""
 _POLL_S = 0.05
 _PAUSE_S = 0.002
-"""Between two polls of the chain, so that a busy mover does not take the interpreter's lock from
-the engine all the time."""
+"""Between two polls of the chain, so that a busy mover does not take the GIL from the engine all
+the time."""
 
 
 class HostPages(msgspec.Struct, frozen=True):

@@ -130,14 +130,19 @@ class Server:
         return len(reserved.keys)
 
 
+def two_of_three_full(store: FileStore, clock: Clock) -> tuple[Server, Server, Server]:
+    """Three servers of one budget; the caretaker and another have used their shares."""
+    caretaker, prompt, idle = servers = tuple(Server(store, 12, clock) for _ in range(3))
+    for server in servers * 2:
+        server.look()
+    assert [caretaker.store(0), prompt.store(100)] == [4, 4]
+    return caretaker, prompt, idle
+
+
 def test_a_share_of_an_earlier_report_counts_until_nobody_can_use_it(store: FileStore) -> None:
     """A server reads a report late: what it was granted before is not granted to others."""
     clock = Clock()
-    caretaker, prompt, late = (Server(store, 12, clock) for _ in range(3))
-    servers = caretaker, prompt, late
-    for server in (*servers, *servers):
-        server.look()
-    assert [caretaker.store(0), prompt.store(100)] == [4, 4]
+    caretaker, prompt, late = two_of_three_full(store, clock)
     for _ in range(2):
         prompt.look()
         caretaker.look()
@@ -148,11 +153,7 @@ def test_a_share_of_an_earlier_report_counts_until_nobody_can_use_it(store: File
 def test_a_share_that_was_not_used_is_granted_to_others_again(store: FileStore) -> None:
     """Once it has run out, and its server has said that it lives and so has recorded everything."""
     clock = Clock()
-    caretaker, prompt, idle = (Server(store, 12, clock) for _ in range(3))
-    servers = caretaker, prompt, idle
-    for server in (*servers, *servers):
-        server.look()
-    assert [caretaker.store(0), prompt.store(100)] == [4, 4]
+    servers = caretaker, _, _ = two_of_three_full(store, clock)
     for server in servers[:2] * 2:
         server.look()
     assert caretaker.keeper.budget.room == 0, "the other server may use what is free"

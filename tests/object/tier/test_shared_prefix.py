@@ -206,9 +206,9 @@ def test_three_writers_a_collector_a_pause_and_a_death(
     assert scale.weighed > rounds
     # `-rP` shows it
     print(f"peak: {scale.most / RECORD:.1f} of {BLOCKS} blocks, weighed {scale.weighed} times")
-    # The caretaker shares out what is free beside all that is recorded. A writer counts what it has
-    # not recorded against its share, but may have more of it than the share that it is given now.
-    # Each records a batch before it begins the next, so that is a batch at most.
+    # The caretaker shares out what is free beside all that is recorded, and all that may be stored
+    # by earlier shares. A writer that is killed or stopped may have stored what no share covers
+    # any more. Each records a batch before it begins the next, so that is a batch at most.
     assert scale.most <= (BLOCKS + WRITERS * BATCH) * RECORD
     assert scale.most > BLOCKS * RECORD // 2, "the budget is used"
 
