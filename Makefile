@@ -68,11 +68,15 @@ docs: $(STAMP)
 	$(BIN)/kvtier config schema --built-in > $(VENV)/made && mv $(VENV)/made configs/schema.json
 	$(BIN)/python tools/configuration_reference.py > $(VENV)/made && mv $(VENV)/made docs/reference/configuration.md
 
-# The pages as a site with search, in build/site; a dead link fails.
+# The pages as a site with search, in build/site; a dead link fails. It links to the repository that the
+# checkout was cloned from, if that has a public address; credentials in it stay out.
+REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | \
+	sed -nE 's|^git@([^:]*):|https://\1/|; s|//[^/@]*@|//|; s|\.git$$||; /^https:/p')
+
 docs-site:
 	@[ -x .venv-docs/bin/mkdocs ] || { $(PYTHON) -m venv .venv-docs && \
 		.venv-docs/bin/pip install --quiet 'mkdocs-material>=9.6,<10'; }
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	REPOSITORY='$(REPOSITORY)' NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 	@echo "build/site/index.html"
 
 bench-vllm: $(VLLM_STAMP)

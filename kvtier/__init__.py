@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtier.stack import Stack
     from kvtier.types import BlockKey, Namespace, block_key
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["BlockKey", "Namespace", "Stack", "block_key", "load_config"]
 
 _HOMES = {

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tools.docs_links import with_links
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 PAGES_BESIDE = [ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("C*.md"))]
@@ -160,6 +162,18 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         if not goal.exists() or (anchor and anchor not in anchors(goal)):
             dead.append(f"{target}#{anchor}")
     assert not dead
+
+
+def test_the_site_links_to_the_repository_if_it_has_an_address() -> None:
+    page = "[stack](../../examples/a.yaml), [copies](gpu.md#measured), [new](../../NEW.md#added)"
+    assert with_links(page, "docs/guides", None) == (
+        "stack (`examples/a.yaml`), [copies](gpu.md#measured), new (`NEW.md`)"
+    )
+    assert with_links(page, "docs/guides", "https://forge.example/kvtier") == (
+        "[stack](https://forge.example/kvtier/blob/HEAD/examples/a.yaml), "
+        "[copies](gpu.md#measured), "
+        "[new](https://forge.example/kvtier/blob/HEAD/NEW.md#added)"
+    )
 
 
 def anchors(page: Path) -> set[str]:
