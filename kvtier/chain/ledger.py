@@ -12,7 +12,7 @@ import msgspec
 from kvtier.chain.misses import MissLedger
 from kvtier.chain.plan import HOST, gather
 from kvtier.errors import NotResident
-from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.interfaces.mover import Transfer, TransferKind
 from kvtier.interfaces.tier import Tier
 from kvtier.types import (
     BlockKey,
@@ -156,7 +156,8 @@ class Ledger:
                 self.note_dropped(blamed)
         if failed and unsettled:
             self._void_blocks(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
-        self._unhold(ticket, held)
+        if held:
+            self._unhold(ticket, held)
         ticket.pinned = kept
         ticket.unsettled = ticket.unsettled - unsettled
         ticket.pending = ticket.pending & ticket.unsettled
@@ -271,14 +272,13 @@ class Ledger:
             ticket.unsettled.difference_update(transfer.keys)
             ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
         self._moves[transfer.id].waiters = []
-        self._close(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
+        self.settle(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
 
-    def settle(self, result: TransferResult) -> SettledMove | None:
+    def settle(self, id: int, outcomes: Sequence[Outcome]) -> SettledMove | None:
         """Commit what arrived, abort what did not; None for a transfer that is not ours."""
-        return self._close(result.id, result.outcomes) if result.id in self._moves else None
-
-    def _close(self, id: int, outcomes: list[Outcome]) -> SettledMove:
-        move = self._moves.pop(id)
+        move = self._moves.pop(id, None)
+        if move is None:
+            return None
         keys = move.keys
         failed: dict[BlockKey, Outcome] = {}
         if outcomes.count(Outcome.OK) != len(keys):

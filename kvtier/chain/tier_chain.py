@@ -360,7 +360,7 @@ class TierChain(Tier):
                 continue
             if not self._ledger.promoting(result.id):
                 self._stored.append(result)
-            elif settled := self._ledger.settle(result):
+            elif settled := self._ledger.settle(result.id, result.outcomes):
                 self._loads.settled(settled, result, now)
                 self._counters.ended(settled, result)
                 self._ended += settled.landed
@@ -369,7 +369,7 @@ class TierChain(Tier):
         while self._stored and budget > 0:
             result = self._stored.popleft()
             budget -= len(result.outcomes)
-            if settled := self._ledger.settle(result):
+            if settled := self._ledger.settle(result.id, result.outcomes):
                 self._cascade.settled(settled, result, now)
                 self._counters.ended(settled, result)
 

@@ -22,7 +22,7 @@ from kvtier.move.queues import (
 from kvtier.record.record import Buffer, record_bytes, verify, verify_header
 from kvtier.slab.layout import runs
 from kvtier.system.calls import close_all
-from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
+from kvtier.types import LoadStoreSpec, Namespace, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -98,19 +98,18 @@ class BatchCarrier:
         self, batch: TransferBatch, source: Handler, into: Sequence[Buffer]
     ) -> Iterator[tuple[int, Outcome]]:
         """Read a batch's records; each is proved when it is asked for."""
-        transfer = batch.job.transfer
+        transfer, namespace = batch.job.transfer, self._namespace
         spec = transfer.source_spec.select(batch.start, batch.stop)
         keys = transfer.keys[batch.start : batch.stop]
         outcomes = _checked(source.load(spec, keys, into), spec)
         read = zip(outcomes, into, keys, strict=True)
         for index, (outcome, record, key) in enumerate(read, batch.start):
-            yield index, self._proved(batch, record, key) if outcome.ok else outcome
-
-    def _proved(self, batch: TransferBatch, record: Buffer, key: BlockKey) -> Outcome:
-        if batch.job.transfer.prove:
-            return verify(record, key, self._digest)
-        size, parts = self._namespace.payload_of(key), self._namespace.parts
-        return verify_header(record, key, self._digest, size, parts)
+            if outcome.ok and transfer.prove:
+                outcome = verify(record, key, self._digest)
+            elif outcome.ok:
+                size, parts = namespace.payload_of(key), namespace.parts
+                outcome = verify_header(record, key, self._digest, size, parts)
+            yield index, outcome
 
     def _store_from_host(
         self, batch: TransferBatch, target: Handler, records: Sequence[Buffer]
@@ -303,9 +302,8 @@ class ThreadMover(Mover):
         return None
 
     def _run(self, batch: TransferBatch) -> None:
-        if batch.verdict is None and self._guarded(self._carry, batch):
-            return
-        self._guarded(self._carrier.announce, batch)
+        if batch.verdict is not None or not self._guarded(self._carry, batch):
+            self._guarded(self._carrier.announce, batch)
 
     def _carry(self, batch: TransferBatch) -> None:
         try:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers.chains import KEYS, ChainRig, is_quiet
 
-from kvtier.chain.ledger import Ledger, Ticket, split
+from kvtier.chain.ledger import Ledger, SettledMove, Ticket, split
 from kvtier.errors import NotResident
-from kvtier.interfaces.mover import Transfer, TransferResult
+from kvtier.interfaces.mover import Transfer
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence
 
@@ -20,12 +20,10 @@ FAR = 1e9
 OUTCOMES = list(Outcome)
 
 
-def result(transfer: Transfer, outcomes: list[Outcome] | None = None) -> TransferResult:
-    if outcomes is None:
-        outcomes = [Outcome.OK] * len(transfer.keys)
-    return TransferResult(
-        id=transfer.id, outcomes=outcomes, bytes_moved=0, seconds=0.0, busy_seconds=0.0
-    )
+def settle(
+    ledger: Ledger, transfer: Transfer, outcomes: list[Outcome] | None = None
+) -> SettledMove | None:
+    return ledger.settle(transfer.id, outcomes or [Outcome.OK] * len(transfer.keys))
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def test_a_move_pins_its_source_and_reserves_its_target(rig: ChainRig, ledger: L
     assert (transfer.keys, absent) == (keys, [KEYS[9]])
     assert rig.tiers[0].stats().pinned == 3
     assert rig.tiers[1].lookup(keys) == [Presence.PENDING] * 3
-    settled = ledger.settle(result(transfer, [Outcome.OK, Outcome.NO_SPACE, Outcome.OK]))
+    settled = settle(ledger, transfer, [Outcome.OK, Outcome.NO_SPACE, Outcome.OK])
     assert settled is not None
     assert settled.committed == [keys[0], keys[2]]
     assert settled.failed == {keys[1]: Outcome.NO_SPACE}
@@ -76,8 +74,8 @@ def test_a_result_is_settled_once_and_unknown_ones_are_not(rig: ChainRig, ledger
     rig.put(0, KEYS[:1])
     transfer, _ = ledger.carry(0, 1, KEYS[:1], FAR)
     assert transfer is not None
-    assert ledger.settle(result(transfer)) is not None
-    assert ledger.settle(result(transfer)) is None
+    assert settle(ledger, transfer) is not None
+    assert settle(ledger, transfer) is None
 
 
 def test_a_result_with_too_few_outcomes_commits_no_more_than_it_proves(
@@ -88,7 +86,7 @@ def test_a_result_with_too_few_outcomes_commits_no_more_than_it_proves(
     transfer = ledger.promote(ticket, 1, keys, FAR)
     assert transfer is not None
     ledger.seal(ticket, keys)
-    settled = ledger.settle(result(transfer, [Outcome.OK]))
+    settled = settle(ledger, transfer, [Outcome.OK])
     assert settled is not None
     assert settled.committed == keys[:1]
     assert ticket.failed == dict.fromkeys(keys[1:], Outcome.DROPPED)
@@ -110,7 +108,7 @@ def test_no_slot_is_released_on_a_clock(rig: ChainRig, ledger: Ledger) -> None:
     assert ledger.moving
     assert not is_quiet(ledger)
     assert rig.tiers[0].prepare_store(KEYS[10:14]).keys == [], "the mover may still write there"
-    ledger.settle(result(transfer))
+    settle(ledger, transfer)
     assert is_quiet(ledger)
     rig.assert_quiet()
 
@@ -170,7 +168,7 @@ def test_a_large_load_that_fails_is_no_work_for_its_square() -> None:
     assert transfer is not None
     ledger.seal(ticket, keys)
     Compared.times = 0
-    ledger.settle(result(transfer, [Outcome.DROPPED] * 500))
+    settle(ledger, transfer, [Outcome.DROPPED] * 500)
     ledger.release(ticket)
     assert Compared.times < 2 * 500
     assert is_quiet(ledger)
@@ -241,7 +239,7 @@ class Juggler:
             transfer = self.transfers.pop(self.random.randrange(len(self.transfers)))
             bad = self.random.random() < 0.5
             outcomes = [self.random.choice(OUTCOMES) if bad else Outcome.OK for _ in transfer.keys]
-            assert self.ledger.settle(result(transfer, outcomes)) is not None
+            assert settle(self.ledger, transfer, outcomes) is not None
 
     def release(self) -> None:
         if self.tickets:
