@@ -96,13 +96,14 @@ RateOption = Annotated[
         "--rate", parser=parse_rate, metavar="RATE", help="No faster than this, like 200MB/s."
     ),
 ]
-_PROMPTS = typer.Option(
-    "--prompts",
-    metavar="PROMPT_FILE",
-    help="A text, or .jsonl with prompt, messages or tokens in each line.",
-)
-PromptsOption = Annotated[Path, _PROMPTS]
-MaybePromptsOption = Annotated[Path | None, _PROMPTS]
+MaybePromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="PROMPT_FILE",
+        help="A text, or .jsonl with prompt, messages or tokens in each line.",
+    ),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(
