@@ -103,7 +103,9 @@ def check_flags(flags: Sequence[str], known: Collection[str]) -> None:
         name = name.removeprefix("no-")
         if flag[:2] != "--" or any(each.startswith(name) for each in known):  # it may be shortened
             continue
-        if meant := difflib.get_close_matches(name, known, 1, _SLIP):
+        # Two letters that have changed places make a short flag quite unlike.
+        swapped = [each for each in known if sorted(each) == sorted(name)]
+        if meant := swapped or difflib.get_close_matches(name, known, 1, _SLIP):
             raise ConfigError(flag, "is no flag of vLLM's", f"did you mean --{meant[0]}?")
 
 

@@ -233,6 +233,6 @@ def test_a_flag_with_a_slip_is_found_before_anything_is_loaded() -> None:
         "--compilation-config.x=1",
     ]
     serve.check_flags([*fine, "--of-a-plugin", "-O3", "--port", "80"], known)
-    for flag in ("--max-modle-len=9", "--enable-prefix-cachng"):
+    for flag in ("--max-modle-len=9", "--enable-prefix-cachng", "--prot"):
         with pytest.raises(ConfigError, match="is no flag of vLLM's - did you mean"):
             serve.check_flags([*fine, flag], known)
