@@ -63,8 +63,8 @@ class Health:
         """A transfer ended: one good block clears the tier, none at all is a strike. But not while
         the tier rests: all that was under way when it stood still fails with it, once."""
         if any(outcome.ok for outcome in outcomes):
+            self._recovered(tier)
             self._failing[tier] = 0
-            self._down_until[tier] = 0.0
         elif not self.down(tier, now) and any(outcome in _TIER_FAILS for outcome in outcomes):
             self._failing[tier] += 1
             self._slow[tier] = Outcome.TIMEOUT in outcomes
@@ -75,8 +75,14 @@ class Health:
     def answers(self, tier: int) -> None:
         """It answers again: one that did not is asked again at once, but not one that was slow."""
         if not self._slow[tier]:
-            self._down_until[tier] = 0.0
+            self._recovered(tier)
             self._failing[tier] = min(self._failing[tier], self._strikes[tier] - 1)
+
+    def _recovered(self, tier: int) -> None:
+        """What has failed with the whole tier is asked for again with it."""
+        if self._failing[tier] >= self._strikes[tier]:
+            self._resting[tier].clear()
+        self._down_until[tier] = 0.0
 
     def tick(self, now: float, tiers: Sequence[Tier] = ()) -> None:
         """Ask again for what has rested long enough, in the order in which it failed; and a tier at
@@ -84,6 +90,7 @@ class Health:
         for at, tier in enumerate(tiers):
             if self._unwell[at] and not tier.unwell:
                 self._slow[at] = False
+                self._resting[at].clear()
                 self.answers(at)
             self._unwell[at] = tier.unwell
         for resting in self._resting:

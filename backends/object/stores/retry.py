@@ -33,7 +33,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     cap_s: float = 1.0
     failures: int = 5
     open_s: float = 1.0
-    open_max_s: float = 30.0
+    open_max_s: float = 5.0
 
 
 class Circuit(enum.Enum):
@@ -42,7 +42,7 @@ class Circuit(enum.Enum):
     OPEN = "open"
     """The store is left alone."""
     HALF_OPEN = "half_open"
-    """One call tries whether the store has recovered; all others are refused."""
+    """One call tries whether the store has recovered; all others wait for it."""
 
 
 class RetryingStore(WrappedStore):
@@ -55,8 +55,10 @@ class RetryingStore(WrappedStore):
 
     After a number of failures in a row the circuit opens. When its time is over, one call passes as
     a trial. Success closes the circuit. Failure opens it again for twice as long, up to a limit;
-    jitter keeps the servers of a fleet from returning in step. It is logged once when the circuit
-    opens and once when it closes.
+    jitter keeps the servers of a fleet from returning in step. Callers that come during a trial
+    wait for its end, as long as between attempts at most: of a batch of blocks not only the first
+    is to be had from a store that has recovered. It is logged once when the circuit opens and once
+    when it closes.
 
     Errors that say nothing of the store's health (a missing object, a wrong length) count as
     success. An object that may not be read counts as neither, because all objects may be so. That a
@@ -80,6 +82,7 @@ class RetryingStore(WrappedStore):
         self._sleep = sleep
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
+        self._trial_ends = threading.Condition(self._lock)
         self._paused_until = 0.0
         self._failures = 0
         self._open_s = policy.open_s
@@ -107,9 +110,10 @@ class RetryingStore(WrappedStore):
     def _list(self, prefix: str, after: str, deadline: float | None) -> Iterator[ObjectInfo]:
         failures, in_order = 0, True
         while True:
-            self._wait_out_pause(self._end(deadline))
+            end = self._end(deadline)
+            self._wait_out_pause(end)
             try:
-                with self._guarded():
+                with self._guarded(end):
                     for info in self._inner.list(prefix, after=after, deadline=deadline):
                         self._succeeded()  # its end may be minutes away
                         in_order = in_order and info.name > after
@@ -132,7 +136,7 @@ class RetryingStore(WrappedStore):
         while True:
             self._wait_out_pause(end)
             try:
-                with self._guarded():
+                with self._guarded(end):
                     return call(end)
             except errors.StoreError as error:
                 failures += 1
@@ -160,8 +164,8 @@ class RetryingStore(WrappedStore):
         self._sleep(wait_s + self._rng.uniform(0.0, self._policy.base_s))
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        trial = self._admit()
+    def _guarded(self, end: float) -> Iterator[None]:
+        trial = self._admit(end)
         try:
             yield
         except errors.Forbidden:
@@ -181,12 +185,15 @@ class RetryingStore(WrappedStore):
         else:
             self._succeeded()
 
-    def _admit(self) -> bool:
+    def _admit(self, end: float) -> bool:
         """Whether this call is the trial; raises CircuitOpen if it may not pass."""
         with self._lock:
-            if self._circuit is Circuit.CLOSED:
+            if self._circuit is Circuit.HALF_OPEN:
+                longest = min(self._policy.cap_s, end - self._clock())
+                self._trial_ends.wait_for(lambda: self.circuit is not Circuit.HALF_OPEN, longest)
+            if self.circuit is Circuit.CLOSED:
                 return False
-            if self._circuit is Circuit.OPEN and self._clock() >= self._retry_at:
+            if self.circuit is Circuit.OPEN and self._clock() >= self._retry_at:
                 self._circuit = Circuit.HALF_OPEN
                 return True
         raise errors.CircuitOpen(f"left alone for a while, because: {self._cause}")
@@ -201,7 +208,7 @@ class RetryingStore(WrappedStore):
             elif self.circuit is not Circuit.CLOSED or self._failures < self._policy.failures:
                 return
             self._retry_at = self._clock() + self._open_s * self._rng.uniform(0.75, 1.0)
-            self._circuit = Circuit.OPEN
+            self._enter(Circuit.OPEN)
         if not trial:
             _log.warning("object store unwell, serving goes on without it: %s", error)
 
@@ -210,7 +217,7 @@ class RetryingStore(WrappedStore):
             return
         with self._lock:
             recovered = self.circuit is not Circuit.CLOSED
-            self._circuit = Circuit.CLOSED
+            self._enter(Circuit.CLOSED)
             self._failures = 0
             self._open_s = self._policy.open_s
         if recovered:
@@ -227,7 +234,12 @@ class RetryingStore(WrappedStore):
     def _end_trial(self, trial: bool) -> None:
         with self._lock:
             if self._is_on(trial):
-                self._circuit = Circuit.OPEN
+                self._enter(Circuit.OPEN)
+
+    def _enter(self, circuit: Circuit) -> None:
+        """Tell those who wait for a trial; with the lock."""
+        self._circuit = circuit
+        self._trial_ends.notify_all()
 
     def _is_on(self, trial: bool) -> bool:
         """Whether the trial is still under way: the first name of a listing ends it."""

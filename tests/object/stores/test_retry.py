@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
@@ -269,7 +272,7 @@ def test_one_trial_at_a_time() -> None:
             super()._step()
             if self.calls == 4:  # the trial: another caller comes while it runs
                 with pytest.raises(errors.CircuitOpen):
-                    get(store)
+                    get(store, deadline=clock.now + SOON)
                 refused.append(True)
 
     store = breaking(Slow([TRANSIENT] * 3), clock)
@@ -277,6 +280,42 @@ def test_one_trial_at_a_time() -> None:
     clock.now += 1.0
     assert get(store) is not None
     assert refused == [True]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_who_comes_during_a_trial_waits_for_its_end(recovers: bool) -> None:
+    """So all of a batch comes from a store that has recovered, and one that has not is spared."""
+    clock, waiting = Clock(), threading.Semaphore(0)
+
+    class Slow(ScriptedStore):
+        def _step(self) -> None:
+            super()._step()
+            if self.calls == 4:
+                for _ in others:
+                    waiting.acquire()
+                if not recovers:
+                    raise TRANSIENT
+
+    inner = Slow([TRANSIENT] * 3)
+    store = breaking(inner, clock)
+    waits = store._trial_ends.wait_for
+
+    def seen(*args: Any) -> bool:
+        waiting.release()  # whoever ends the trial needs the lock, which is held until it waits
+        return waits(*args)
+
+    store._trial_ends.wait_for = seen  # type: ignore[method-assign]
+    trip(store)
+    clock.now += 1.0
+    with ThreadPoolExecutor(4) as pool:
+        others = range(3)
+        calls = [pool.submit(get, store) for _ in range(4)]
+        failed = [call.exception() for call in calls]
+    if recovers:
+        assert failed == [None] * 4
+    else:
+        kinds = sorted(type(error).__name__ for error in failed)
+        assert (kinds, inner.calls) == (["CircuitOpen"] * 3 + ["Unavailable"], 4)
 
 
 def test_answers_about_an_object_say_that_the_store_is_well(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiers.chains import SLOT, ChainRig, rule
@@ -217,15 +218,31 @@ def test_a_tier_that_is_well_again_is_tried_once_at_once() -> None:
     health = Health([3], 30.0)
     for now in (0.0, 0.0, 0.0, 30.0, 90.0):
         health.observe(0, [Outcome.TIMEOUT], now)
+    health.rest(0, KEYS, 90.0)
     health.tick(91.0, [tier])
     assert health.down(0, 209.9)
+    assert health.resting(0)
     tier.unwell = False
     health.tick(92.0, [tier])
     assert not health.down(0, 92.0)
+    assert not health.resting(0), "they have failed with it"
     health.observe(0, [Outcome.TIMEOUT], 92.0)
     health.tick(93.0, [tier])
     assert health.down(0, 121.9)
     assert not health.down(0, 122.0), "as at first"
+
+
+@pytest.mark.parametrize("strikes", [1, 2])
+@pytest.mark.parametrize("by", ["a block", "an answer"])
+def test_keys_that_failed_with_a_tier_rest_no_longer_than_it(strikes: int, by: str) -> None:
+    health = Health([strikes], 30.0)
+    health.observe(0, [Outcome.IO_ERROR], 0.0)
+    health.rest(0, KEYS, 0.0)
+    if by == "a block":
+        health.observe(0, [Outcome.OK], 1.0)
+    else:
+        health.answers(0)
+    assert bool(health.resting(0)) is (strikes > 1), "without it they are left alone"
 
 
 def test_a_key_that_fails_again_rests_anew_and_holds_up_no_other() -> None:
