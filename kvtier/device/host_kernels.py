@@ -33,7 +33,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,12 @@ class _Walk(NamedTuple):
     blocks: Ints
     part_bytes: int
 
+    @classmethod
+    def of_runs(cls, places: Ints, sizes: Ints) -> Self:
+        """Runs of bytes, which go to these places in each record, 0 for nowhere."""
+        blocks = np.zeros((len(places), 1), np.int64)
+        return cls(places, np.zeros_like(sizes), sizes // STRIPE, blocks, int(sizes.sum()))
+
     def only(self, row: int, inside: bool) -> _Walk:
         """One of the records, copied or not."""
         bases = self.bases[row : row + 1] if len(self.bases) > 1 else self.bases
@@ -134,7 +140,7 @@ class OnePassCopies:
             return None
         bases, strides, stripes = of_group.tables
         walk = _Walk(bases[None], strides, stripes, blocks, size)
-        return self._load_all(walk, at, stated, verified_first)
+        return self.load_all(walk, at, stated, verified_first)
 
     def takes(self, group: int, regrouping: Regrouping) -> bool:
         """Whether `load_others` is for such parts: all runs of bytes in them are stripes."""
@@ -150,25 +156,22 @@ class OnePassCopies:
         verified_first: bool,
     ) -> Flags:
         """Copy those heads of other ranks' parts that are this rank's; which records are right."""
-        bases, strides, _ = self._groups[group].tables[:, :, None]
-        right = np.ones(len(blocks), np.bool_)
+        right, pages = np.ones(len(blocks), np.bool_), self.pages(group, blocks)
         for at, part in enumerate(others.regrouping.sources):
-            there = up_to_wrong(right, failed=False)[:, None, None] & (blocks[:, None] >= 0)
-            pages = np.where(there, bases + strides * blocks[:, None], 0)
-            runs, sizes = others.regrouping.runs(part, pages)
-            walk = _Walk(
-                runs,
-                np.zeros_like(sizes),
-                sizes // STRIPE,
-                np.zeros((len(blocks), 1), np.int64),
-                others.regrouping.source_bytes,
-            )
+            pages[~up_to_wrong(right, failed=False)] = 0
+            walk = _Walk.of_runs(*others.regrouping.runs(part, pages))
             stated = others.stated[:, at]
-            found = self._load_all(walk, others.source(part).addresses, stated, verified_first)
+            found = self.load_all(walk, others.source(part).addresses, stated, verified_first)
             right &= found == stated
         return right
 
-    def _load_all(self, walk: _Walk, at: Ints, stated: Sums, verified_first: bool) -> Sums:
+    def pages(self, group: int, blocks: Ints) -> Ints:
+        """Where the pages of records' blocks lie (record, reference, block), 0 for nowhere."""
+        bases, strides, _ = self._groups[group].tables[:, :, None]
+        blocks = blocks[:, None]
+        return np.where(blocks >= 0, bases + strides * blocks, 0)
+
+    def load_all(self, walk: _Walk, at: Ints, stated: Sums, verified_first: bool) -> Sums:
         """Parts that lie at these addresses; the checksums of all of them."""
         if pieces_of(walk.part_bytes) == 1:
             return self._load(walk, at, stated, verified_first)
@@ -285,7 +288,8 @@ def _tried(kernels: Kernels) -> bool:
 
 
 def _agree(kernels: Kernels, pages: tuple[int, ...], verified_first: bool) -> bool:
-    """Whether they store a part, and load one that is right, one that is not, and none after it."""
+    """Whether they store a part, and load one that is right, one that is not, and none after it, by
+    blocks and by runs of bytes."""
     dice = np.random.default_rng(0)
     arrays = [_aligned(8 * page).reshape(8, page) for page in pages]
     parts = _aligned(3 * 2 * sum(pages)).reshape(3, -1)
@@ -303,17 +307,26 @@ def _agree(kernels: Kernels, pages: tuple[int, ...], verified_first: bool) -> bo
     blocks = np.array([[-1, 2], [0, 5], [4, 6]])
     sums = np.array([part_sum(part.data) for part in parts], np.uint64)
     stated = sums ^ np.array([0, 1, 0], np.uint64)
-    wanted = [array.copy() for array in arrays]
-    of_slots = RecordParts(parts, np.arange(3))
-    found = copies.load(0, blocks, of_slots, stated, verified_first=verified_first)
+    wanted, before = ([array.copy() for array in arrays] for _ in range(2))
     for part, places in list(zip(parts, blocks, strict=True))[: 1 if verified_first else 2]:
         at = 0
         for array, page in zip(wanted, pages, strict=True):
             here = places >= 0
             array[places[here]] = part[at : at + 2 * page].reshape(2, page)[here]
             at += 2 * page
-    same = all((array == want).all() for array, want in zip(arrays, wanted, strict=True))
-    return bool(right and same and found is not None and (found == sums).all())
+    of_slots = RecordParts(parts, np.arange(3))
+    runs = _Walk.of_runs(copies.pages(0, blocks).reshape(3, -1), np.repeat(pages, 2))
+    loads: Sequence[Callable[[], Sums | None]] = (
+        lambda: copies.load(0, blocks, of_slots, stated, verified_first=verified_first),
+        lambda: copies.load_all(runs, of_slots.addresses, stated, verified_first),
+    )
+    for load in loads:
+        for array, was in zip(arrays, before, strict=True):
+            array[:] = was
+        found = load()
+        right &= found is not None and bool((found == sums).all())
+        right &= all((array == want).all() for array, want in zip(arrays, wanted, strict=True))
+    return bool(right)
 
 
 def _aligned(size: int) -> Bytes:
