@@ -22,7 +22,15 @@ from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
 from kvtier.device.layout import Bytes, DeviceLayout, Ints
 from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
-from kvtier.device.records import RankRecords, RecordParts, Sums, up_to_wrong
+from kvtier.device.records import (
+    Flags,
+    OtherRecords,
+    RankRecords,
+    RecordParts,
+    Sums,
+    up_to_wrong,
+)
+from kvtier.device.regroup import Regrouping
 from kvtier.record.record import Buffer, PartSum, part_sum
 from kvtier.system.calls import joined
 from kvtier.types import BlockKey, Outcome
@@ -106,6 +114,16 @@ class PageCopier:
                 found[row] = self._in_strips(group, blocks[row], part)
                 right = bool(found[row] == stated[row])
         return found
+
+    def takes(self, group: int, regrouping: Regrouping) -> bool:
+        """Whether it copies such records from where they lie (`scatter_others`)."""
+        return self._one_pass is not None and self._one_pass.takes(group, regrouping)
+
+    def scatter_others(self, group: int, blocks: Ints, others: OtherRecords) -> Flags:
+        """Likewise of records that another number of ranks has written: which of them are right."""
+        assert self._one_pass is not None
+        first = others.regrouping.source_bytes <= _STRIP_BYTES
+        return self._one_pass.load_others(group, blocks, others, verified_first=first)
 
     def _in_strips(self, group: int, places: Ints, part: Buffer) -> int:
         """Copy a part, and add up all of it."""
@@ -239,10 +257,16 @@ class CpuCopier(DeviceCopier):
         """Verify records, and copy them up to the first of the load that is not right."""
         work, blocks = batch.work, batch.ids
         found = self._records.find(batch.slots, batch.keys, batch.group)
+        if not all(self._pages.takes(batch.group, each.regrouping) for each in found.others):
+            found = self._records.regrouped(found, batch.group)
         right = found.fit.copy()
         copied = up_to_wrong(right, work.failed)
         blocks[~copied] = -1
-        rows = np.flatnonzero(right)
+        for others in found.others:
+            here = blocks[others.rows]
+            right[others.rows] = self._pages.scatter_others(batch.group, here, others)
+            blocks[~up_to_wrong(right, work.failed)] = -1
+        rows = np.flatnonzero(found.own)
         if len(rows):
             stated, parts = found.stated[rows], found.parts.only(rows)
             right[rows] = self._pages.scatter(batch.group, blocks[rows], parts, stated) == stated

@@ -9,15 +9,20 @@ of the part; the sums of the pieces are written one behind the other.
                int64 *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
 
 A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative block
-is not copied: its stripes are only added up.
+is not copied, nor is a reference with the base 0: their stripes are only added up.
 
-    void load(int64 records, void **parts, uint64 *stated, int64 verified_first, ...)
+    void load(int64 records, void **parts, uint64 *stated, int64 verified_first, int64 bases_apart,
+              ...)
 
-A load takes many records, with so many blocks and one sum each, and otherwise the same. It copies
-nothing more once a sum is not the stated one: the rest is only added up. If they are to be verified
-first, each is added up before it is copied, and copied only if it is right; that is for parts that
-stay in a processor's cache meanwhile. Parts of several pieces have several sums, and nobody states
-those: they are loaded one by one.
+A load takes many records, with so many blocks and one sum each, and otherwise the same. Each has
+the bases of the first, or its own, so many numbers behind those of the last one. It copies nothing
+more once a sum is not the stated one: the rest is only added up. If they are to be verified first,
+each is added up before it is copied, and copied only if it is right; that is for parts that stay in
+a processor's cache meanwhile. Parts of several pieces have several sums, and nobody states those:
+they are loaded one by one.
+
+A part that another number of ranks has written is runs of bytes (`Regrouping.runs`), which are
+references of one block each.
 """
 
 from __future__ import annotations
@@ -28,14 +33,15 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.device.copier import ERRORS
 from kvtier.device.layout import Bytes, DeviceLayout, DeviceTensor, Ints, PageRef
-from kvtier.device.records import RecordParts, Sums
+from kvtier.device.records import Flags, OtherRecords, RecordParts, Sums, up_to_wrong
+from kvtier.device.regroup import Regrouping
 from kvtier.record.record import PIECE_BYTES, TAIL_BYTES, Buffer, part_sum, pieces_of, sum_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +68,7 @@ _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _PAGES = (_ADDRESS,) * 3 + (_NUMBER, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
 # Both give the GIL away meanwhile.
 _STORE = ctypes.CFUNCTYPE(None, _ADDRESS, *_PAGES)
-_LOAD = ctypes.CFUNCTYPE(None, _NUMBER, _ADDRESS, _ADDRESS, _NUMBER, *_PAGES)
+_LOAD = ctypes.CFUNCTYPE(None, _NUMBER, _ADDRESS, _ADDRESS, _NUMBER, _NUMBER, *_PAGES)
 
 
 class Kernels(NamedTuple):
@@ -83,6 +89,29 @@ class _Group(NamedTuple):
     part_bytes: int
     pages: int
     """So many has each of them: kernels check no number of a block."""
+
+
+class _Walk(NamedTuple):
+    """What of a batch of parts goes where, as `load` reads it."""
+
+    bases: Ints
+    """For all records, or for each."""
+    strides: Ints
+    stripes: Ints
+    blocks: Ints
+    part_bytes: int
+
+    @classmethod
+    def of_runs(cls, places: Ints, sizes: Ints) -> Self:
+        """Runs of bytes, which go to these places in each record, 0 for nowhere."""
+        blocks = np.zeros((len(places), 1), np.int64)
+        return cls(places, np.zeros_like(sizes), sizes // STRIPE, blocks, int(sizes.sum()))
+
+    def only(self, row: int, inside: bool) -> _Walk:
+        """One of the records, copied or not."""
+        bases = self.bases[row : row + 1] if len(self.bases) > 1 else self.bases
+        blocks = self.blocks[row : row + 1]
+        return self._replace(bases=bases, blocks=blocks if inside else np.full_like(blocks, -1))
 
 
 class OnePassCopies:
@@ -109,32 +138,68 @@ class OnePassCopies:
         at = _address(parts.of_slots) + parts.slots * parts.of_slots.strides[0]
         if (at % STRIPE).any():
             return None
-        pieces = pieces_of(size)
-        if pieces == 1:
-            return self._load(of_group, blocks, at, stated, verified_first)
+        bases, strides, stripes = of_group.tables
+        walk = _Walk(bases[None], strides, stripes, blocks, size)
+        return self.load_all(walk, at, stated, verified_first)
+
+    def takes(self, group: int, regrouping: Regrouping) -> bool:
+        """Whether `load_others` is for such parts: all runs of bytes in them are stripes."""
+        short, askew = regrouping.source_bytes < TAIL_BYTES, regrouping.head_bytes % STRIPE
+        return bool(self._groups[group].part_bytes) and not (short or askew)
+
+    def load_others(
+        self,
+        group: int,
+        blocks: Ints,
+        others: OtherRecords,
+        *,
+        verified_first: bool,
+    ) -> Flags:
+        """Copy those heads of other ranks' parts that are this rank's; which records are right."""
+        right, pages = np.ones(len(blocks), np.bool_), self.pages(group, blocks)
+        for at, part in enumerate(others.regrouping.sources):
+            pages[~up_to_wrong(right, failed=False)] = 0
+            walk = _Walk.of_runs(*others.regrouping.runs(part, pages))
+            stated = others.stated[:, at]
+            found = self.load_all(walk, others.source(part).addresses, stated, verified_first)
+            right &= found == stated
+        return right
+
+    def pages(self, group: int, blocks: Ints) -> Ints:
+        """Where the pages of records' blocks lie (record, reference, block), 0 for nowhere."""
+        bases, strides, _ = self._groups[group].tables[:, :, None]
+        blocks = blocks[:, None]
+        return np.where(blocks >= 0, bases + strides * blocks, 0)
+
+    def load_all(self, walk: _Walk, at: Ints, stated: Sums, verified_first: bool) -> Sums:
+        """Parts that lie at these addresses; the checksums of all of them."""
+        if pieces_of(walk.part_bytes) == 1:
+            return self._load(walk, at, stated, verified_first)
         found = np.empty_like(stated)
         for row in range(len(at)):
-            one = slice(row, row + 1)
-            wrong = (found[:row] != stated[:row]).any()
-            here = np.full_like(blocks[one], -1) if wrong else blocks[one]
-            found[row] = sum_of(self._load(of_group, here, at[one], stated[one], False).tolist())
+            one, right = slice(row, row + 1), not (found[:row] != stated[:row]).any()
+            sums = self._load(walk.only(row, right), at[one], stated[one], False)
+            found[row] = sum_of(sums.tolist())
         return found
 
-    def _load(
-        self, group: _Group, blocks: Ints, at: Ints, stated: Sums, verified_first: bool
-    ) -> Sums:
+    def _load(self, walk: _Walk, at: Ints, stated: Sums, verified_first: bool) -> Sums:
         """Parts of one piece, or one part of several: the checksums of all their pieces."""
-        blocks, stated = np.ascontiguousarray(blocks), np.ascontiguousarray(stated)
-        sums = np.empty(len(at) * pieces_of(group.part_bytes), np.uint64)
+        blocks, stated = np.ascontiguousarray(walk.blocks), np.ascontiguousarray(stated)
+        sums = np.empty(len(at) * pieces_of(walk.part_bytes), np.uint64)
+        references = len(walk.stripes)
         self._kernels.load(
             len(at),
             _address(at),
             _address(stated),
             verified_first,
-            *group.addresses,
+            references if len(walk.bases) > 1 else 0,
+            _address(walk.bases),
+            _address(walk.strides),
+            _address(walk.stripes),
+            references,
             _address(blocks),
-            self._per_chunk,
-            group.part_bytes // STRIPE,
+            blocks.shape[1],
+            walk.part_bytes // STRIPE,
             _address(sums),
         )
         return sums
@@ -223,7 +288,8 @@ def _tried(kernels: Kernels) -> bool:
 
 
 def _agree(kernels: Kernels, pages: tuple[int, ...], verified_first: bool) -> bool:
-    """Whether they store a part, and load one that is right, one that is not, and none after it."""
+    """Whether they store a part, and load one that is right, one that is not, and none after it, by
+    blocks and by runs of bytes."""
     dice = np.random.default_rng(0)
     arrays = [_aligned(8 * page).reshape(8, page) for page in pages]
     parts = _aligned(3 * 2 * sum(pages)).reshape(3, -1)
@@ -241,17 +307,26 @@ def _agree(kernels: Kernels, pages: tuple[int, ...], verified_first: bool) -> bo
     blocks = np.array([[-1, 2], [0, 5], [4, 6]])
     sums = np.array([part_sum(part.data) for part in parts], np.uint64)
     stated = sums ^ np.array([0, 1, 0], np.uint64)
-    wanted = [array.copy() for array in arrays]
-    of_slots = RecordParts(parts, np.arange(3))
-    found = copies.load(0, blocks, of_slots, stated, verified_first=verified_first)
+    wanted, before = ([array.copy() for array in arrays] for _ in range(2))
     for part, places in list(zip(parts, blocks, strict=True))[: 1 if verified_first else 2]:
         at = 0
         for array, page in zip(wanted, pages, strict=True):
             here = places >= 0
             array[places[here]] = part[at : at + 2 * page].reshape(2, page)[here]
             at += 2 * page
-    same = all((array == want).all() for array, want in zip(arrays, wanted, strict=True))
-    return bool(right and same and found is not None and (found == sums).all())
+    of_slots = RecordParts(parts, np.arange(3))
+    runs = _Walk.of_runs(copies.pages(0, blocks).reshape(3, -1), np.repeat(pages, 2))
+    loads: Sequence[Callable[[], Sums | None]] = (
+        lambda: copies.load(0, blocks, of_slots, stated, verified_first=verified_first),
+        lambda: copies.load_all(runs, of_slots.addresses, stated, verified_first),
+    )
+    for load in loads:
+        for array, was in zip(arrays, before, strict=True):
+            array[:] = was
+        found = load()
+        right &= found is not None and bool((found == sums).all())
+        right &= all((array == want).all() for array, want in zip(arrays, wanted, strict=True))
+    return bool(right)
 
 
 def _aligned(size: int) -> Bytes:
@@ -317,7 +392,9 @@ _WALK = f"""
       %count = load i64, ptr %count_at
       %block_at = getelementptr i64, ptr %blocks, i64 %place
       %block = load i64, ptr %block_at
-      %copied = icmp sge i64 %block, 0
+      %inside = icmp sge i64 %block, 0
+      %somewhere = icmp ne i64 %base, 0
+      %copied = and i1 %inside, %somewhere
       %offset = mul i64 %block, %stride
       %address = add i64 %base, %offset
       %page_first = inttoptr i64 %address to ptr
@@ -448,7 +525,7 @@ _NEXT = f"""
     """
 _HOST_KERNEL_CODE_LOAD = """
     define void @{name}(i64 %records, ptr %parts, ptr %stated, i64 %verified_first,
-                        ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+                        i64 %bases_apart, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
                         ptr %blocks, i64 %per_chunk, i64 %total, ptr %sums) {{
     entry:
       %whole = alloca i64
@@ -466,10 +543,12 @@ _HOST_KERNEL_CODE_LOAD = """
       %sum_at = getelementptr i64, ptr %sums, i64 %index
       %place = mul i64 %index, %per_chunk
       %ids = getelementptr i64, ptr %blocks, i64 %place
+      %apart = mul i64 %index, %bases_apart
+      %own_bases = getelementptr i64, ptr %bases, i64 %apart
       %at_once = and i1 %all_right, %in_one_pass
       br i1 %at_once, label %copy_and_add, label %add
     copy_and_add:
-      call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+      call void @{name}_one(ptr %part, ptr %own_bases, ptr %strides, ptr %stripes, i64 %references,
                             ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)
       br label %compare
     add:
@@ -485,7 +564,7 @@ _HOST_KERNEL_CODE_LOAD = """
       %verified = and i1 %still_right, %in_two
       br i1 %verified, label %copy, label %next
     copy:
-      call void @{name}_one(ptr %part, ptr %bases, ptr %strides, ptr %stripes, i64 %references,
+      call void @{name}_one(ptr %part, ptr %own_bases, ptr %strides, ptr %stripes, i64 %references,
                             ptr %ids, i64 %per_chunk, i64 %total, ptr %sum_at)
       br label %next
     next:

@@ -25,7 +25,6 @@ from kvtier.record.record import (
     padded,
     part_sum,
     put_sum,
-    stated_sum,
     sum_at,
 )
 from kvtier.slab import layout as table
@@ -89,7 +88,7 @@ class RankRecords:
 
     def find(self, slots: Sequence[int], keys: Sequence[BlockKey], group: int) -> FoundRecords:
         """The records of these keys, none of them pending; raises IndexError on a slot that is not
-        there. What another number of ranks has written is verified and regrouped."""
+        there."""
         layout, places = self.layout, np.array(slots, np.int64)
         entries = self._host.entries_of(places)
         records = np.frombuffer(self._host.data[:], np.uint8).reshape(-1, self._slot_bytes)
@@ -110,48 +109,56 @@ class RankRecords:
             stated=records[places, sums : sums + 8].view("<u8").ravel(),
         )
         if layout.knows_heads and (others := there & ~found.fit).any():
-            return self._regrouped(found, keys, group, records, np.flatnonzero(others))
+            return self._with_others(found, keys, group, np.flatnonzero(others).tolist())
         return found
 
-    def _regrouped(
-        self,
-        found: FoundRecords,
-        keys: Sequence[BlockKey],
-        group: int,
-        records: Bytes,
-        others: Ints,
+    def _with_others(
+        self, found: FoundRecords, keys: Sequence[BlockKey], group: int, rows: list[int]
     ) -> FoundRecords:
+        """With those of these rows that another number of ranks has written."""
+        records = np.frombuffer(self._host.data[:], np.uint8).reshape(-1, self._slot_bytes)
+        size = self.layout.group_bytes[group]
+        rows_of: dict[int, list[int]] = {}
+        for row in rows:
+            head = memoryview(records[found.slots[row], :HEADER_BYTES].tobytes())
+            header = header_of(head, keys[row], self._namespace)
+            if header is not None and header.payload_bytes == size:
+                rows_of.setdefault(header.parts, []).append(row)
+        fit, others = found.fit.copy(), []
+        for parts, of_parts in rows_of.items():
+            if (regrouping := self._regrouping(group, parts)) is not None:
+                slots, sources = found.slots[of_parts], regrouping.sources
+                sums = slice(sum_at(sources.start), sum_at(sources.stop))
+                stated = records[slots, sums].view("<u8")
+                payloads = RecordParts(records[:, HEADER_BYTES : HEADER_BYTES + size], slots)
+                others.append(OtherRecords(regrouping, np.array(of_parts), payloads, stated))
+                fit[of_parts] = True
+        return found._replace(fit=fit, others=others)
+
+    def _regrouping(self, group: int, parts: int) -> Regrouping | None:
+        at = group, parts
+        if at not in self._regroupings:
+            self._regroupings[at] = Regrouping.of(self.layout, group, parts)
+        return self._regroupings[at]
+
+    def regrouped(self, found: FoundRecords, group: int) -> FoundRecords:
         """All of these in memory of their own, as this rank would have written them, if another
         number of ranks wrote some; those whose bytes are not as their ranks say do not fit."""
-        room = self._rooms.rows(len(keys), self.layout.part_bytes[group])
-        own = RecordParts(room, np.arange(len(keys)))
-        fit, stated, any_regrouped = found.fit.copy(), found.stated.copy(), False
-        for row in others:
-            record, into = records[found.slots[row]], own.of_slots[row]
-            if self._regroup(record, keys[row], group, into):
-                fit[row], stated[row], any_regrouped = True, part_sum(into.data), True
-        if not any_regrouped:
+        if not found.others:
             return found
-        for row in np.flatnonzero(found.fit):
-            own.of_slots[row] = found.parts.of_slots[found.slots[row]]
-        return found._replace(parts=own, fit=fit, stated=stated)
-
-    def _regroup(self, record: Bytes, key: BlockKey, group: int, into: Bytes) -> bool:
-        """Make this rank's part of a record; whether it is what other ranks have written."""
-        head, size = memoryview(record[:HEADER_BYTES].tobytes()), self.layout.group_bytes[group]
-        header = header_of(head, key, self._namespace)
-        if header is None or header.payload_bytes != size:
-            return False
-        at, payload = (group, header.parts), record[HEADER_BYTES:]
-        if at not in self._regroupings:
-            self._regroupings[at] = Regrouping.of(self.layout, *at)
-        if (regrouping := self._regroupings[at]) is None:
-            return False
-        for each in regrouping.sources:
-            if part_sum(regrouping.source(payload, each).data) != stated_sum(head, each):
-                return False
-        regrouping.copy(payload, into)
-        return True
+        room = self._rooms.rows(len(found.slots), self.layout.part_bytes[group])
+        fit, stated, own = found.fit.copy(), found.stated.copy(), found.own
+        for row in np.flatnonzero(own):
+            room[row] = found.parts.of_slots[found.slots[row]]
+        for others in found.others:
+            for at, row in enumerate(others.rows.tolist()):
+                if others.verified(at):
+                    others.regrouping.copy(others.payload(at), room[row])
+                    stated[row] = part_sum(room[row].data)
+                else:
+                    fit[row] = False
+        parts = RecordParts(room, np.arange(len(room)))
+        return found._replace(parts=parts, fit=fit, stated=stated, others=())
 
     # -- stores ----------------------------------------------------------------------------
 
@@ -211,6 +218,35 @@ class RecordParts(NamedTuple):
         return first + self.of_slots.strides[0] * self.slots
 
 
+class OtherRecords(NamedTuple):
+    """Records of a batch that another number of ranks has written."""
+
+    regrouping: Regrouping
+    rows: Ints
+    """Which of the batch they are."""
+    payloads: RecordParts
+    """All parts of them."""
+    stated: Sums
+    """Of each record the checksums of the parts that hold heads of this rank's."""
+
+    def payload(self, at: int) -> Bytes:
+        """That of one of them."""
+        payload: Bytes = self.payloads.of_slots[self.payloads.slots[at]]
+        return payload
+
+    def source(self, part: int) -> RecordParts:
+        """One part of all of them."""
+        size = self.regrouping.source_bytes
+        of_slots = self.payloads.of_slots[:, part * size : (part + 1) * size]
+        return RecordParts(of_slots, self.payloads.slots)
+
+    def verified(self, at: int) -> bool:
+        """Whether those parts of one of them have the checksums that its header states."""
+        parts = [self.regrouping.source(self.payload(at), part) for part in self.regrouping.sources]
+        stated: list[int] = self.stated[at].tolist()
+        return [part_sum(part.data) for part in parts] == stated
+
+
 class FoundRecords(NamedTuple):
     """Records of a batch, as they were when they were first looked at."""
 
@@ -224,9 +260,20 @@ class FoundRecords(NamedTuple):
     """Of which the header verifies that, too."""
     stated: Sums
     """The checksums of this rank's parts that the headers state."""
+    others: Sequence[OtherRecords] = ()
+    """Which of those that fit other numbers of ranks have written: what is said here of this rank's
+    parts of them is nothing."""
+
+    @property
+    def own(self) -> Flags:
+        """Which fit, and were written by as many ranks as there are here."""
+        own = self.fit.copy()
+        for others in self.others:
+            own[others.rows] = False
+        return own
 
     def verified(self) -> Flags:
-        """Of which the part has the checksum that its header states, too."""
+        """Of which the part has the checksum that its header states, too; none are `others`."""
         right = self.fit.copy()
         for row in np.flatnonzero(right):
             found = part_sum(self.parts.of_slots[self.parts.slots[row]].data)

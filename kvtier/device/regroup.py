@@ -4,15 +4,19 @@ Ranks of every tensor-parallel size hold the same layers and tokens, and each it
 of every layer. A page is rows, each of which holds some bytes of every head of its rank, one head
 behind the other (`PageRef.head_bytes`): a row is a token, or all of the page's tokens. There are as
 many rows at every size, and they differ in length alone. So a rank's part is a strided copy of each
-of those parts that hold heads of its own.
+of those parts that hold heads of its own; and each of these is runs of bytes, one behind the other,
+some of which go to the rank's pages.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple, Self
 
-from kvtier.device.layout import Bytes, DeviceLayout, PageRef
+import numpy as np
+
+from kvtier.device.layout import Bytes, DeviceLayout, Ints, PageRef
 
 
 class _Pages(NamedTuple):
@@ -29,14 +33,27 @@ class _Pages(NamedTuple):
         return part[self.at : self.at + rows * heads * size].reshape(rows, heads, size)
 
 
+class _HeadCopy(NamedTuple):
+    """From one of the parts, some of its heads, to some of this rank's."""
+
+    part: int
+    refs: slice
+    """The references whose pages these are."""
+    source: _Pages
+    there: slice
+    target: _Pages
+    here: slice
+
+
 class Regrouping(NamedTuple):
     """How this rank's part of a group's records is made of parts that others have written."""
 
     sources: range
     """Which parts: those with heads of this rank's."""
     source_bytes: int
-    copies: list[tuple[int, _Pages, slice, _Pages, slice]]
-    """From which part, which of its heads, to which."""
+    head_bytes: int
+    """What all of their heads' bytes that lie together are a multiple of."""
+    copies: list[_HeadCopy]
 
     @classmethod
     def of(cls, layout: DeviceLayout, group: int, parts: int) -> Self | None:
@@ -45,10 +62,11 @@ class Regrouping(NamedTuple):
         if not layout.knows_heads or any(ref.heads * own % parts for ref in refs):
             return None
         sources = range(part * parts // own, -(-(part + 1) * parts // own))
-        copies = []
+        copies: list[_HeadCopy] = []
         for shape, alike in itertools.groupby(range(len(refs)), lambda at: _shape(refs[at])):
             page_bytes, heads, size = shape
             first, *others = alike
+            these = slice(first, first + 1 + len(others))
             rows = (1 + len(others)) * layout.blocks_per_chunk * page_bytes // (heads * size)
             theirs, at = heads * own // parts, layout.ref_at[group][first]
             target = _Pages(at, rows, heads, size)
@@ -58,8 +76,9 @@ class Regrouping(NamedTuple):
                 stop = min((part + 1) * heads, (each + 1) * theirs)
                 here = slice(start - part * heads, stop - part * heads)
                 there = slice(start - each * theirs, stop - each * theirs)
-                copies.append((each, source, there, target, here))
-        return cls(sources, layout.group_bytes[group] // parts, copies)
+                copies.append(_HeadCopy(each, these, source, there, target, here))
+        head_bytes = math.gcd(*(ref.head_bytes for ref in refs))
+        return cls(sources, layout.group_bytes[group] // parts, head_bytes, copies)
 
     def source(self, payload: Bytes, part: int) -> Bytes:
         """A part of a record's payload."""
@@ -67,8 +86,27 @@ class Regrouping(NamedTuple):
 
     def copy(self, payload: Bytes, into: Bytes) -> None:
         """Make this rank's part of a record's payload."""
-        for part, source, there, target, here in self.copies:
+        for part, _, source, there, target, here in self.copies:
             target.of(into)[:, here] = source.of(self.source(payload, part))[:, there]
+
+    def runs(self, part: int, pages: Ints) -> tuple[Ints, Ints]:
+        """One of the sources as runs of bytes, in order: where each goes, 0 for nowhere, for
+        records whose pages lie at these addresses (record, reference, block), or nowhere; and how
+        long it is."""
+        records = len(pages)
+        places, lengths = [], []
+        for _, refs, source, there, target, here in (c for c in self.copies if c.part == part):
+            first = pages[:, refs, :, None]
+            rows = source.rows // first[0].size
+            size = target.head_bytes
+            inside = np.arange(rows) * (target.heads * size) + here.start * size
+            runs = (there.start, there.stop - there.start, source.heads - there.stop)
+            place = np.zeros((*first.shape[:3], rows, 3), np.int64)
+            place[..., 1] = np.where(first, first + inside, 0)
+            some = np.flatnonzero(runs)
+            places.append(place[..., some].reshape(records, -1))
+            lengths.append(np.tile(np.array(runs)[some] * size, source.rows))
+        return np.concatenate(places, axis=1), np.concatenate(lengths)
 
 
 def _shape(ref: PageRef) -> tuple[int, int, int]:

@@ -42,7 +42,10 @@ _QUERY_SHARE = 0.05
 """... and how long as a part of what computing the prompt takes."""
 _ASK_AGAIN_S = 0.05
 _DOUBT_MAX = 8
-"""What comes at all comes within an eighth of a second, mostly: enough to learn that it does."""
+"""What comes at all comes within an eighth of a second, mostly: enough to learn that it does..."""
+_APART_MAX = 32
+"""... but by a bucket it takes longer. So a request waits in full now and then: at first after
+twice as long as computing takes, and at last after so many times as long."""
 _AWAY = (NOWHERE, COMING)
 _COMPUTE, _EXPECT = "do_remote_decode", "do_remote_prefill"
 
@@ -124,6 +127,7 @@ class Deferrals:
 
     One whose prompt another engine has computed waits a little for its blocks: no longer than
     computing them takes, and where they do not come, less each time, but for an eighth of a second.
+    Now and then one waits in full again: blocks that take longer than that do come.
     """
 
     def __init__(
@@ -141,6 +145,8 @@ class Deferrals:
         self._costs = costs
         self._clock = clock
         self._doubt = 1
+        self._apart, self._full_at = 2, 0.0
+        """How many times as long as computing takes the waits in full lie apart, and the next."""
 
     def still_holds(
         self, request: str, state: RequestState, loading: Collection[bytes], *, room_comes: bool
@@ -237,7 +243,10 @@ class Deferrals:
         lacking = [key for key, at in zip(begins, places, strict=True) if at in _AWAY]
         if lacking:
             expected.lacking, expected.wanted = lacking[-1], lacking
-            expected.until = expected.since + self._patience(begins[lacking[0]], stop)
+            most = self._computing(begins[lacking[0]], stop)
+            expected.doubt = expected.doubt or self._doubted(most)
+            patience = max(most / expected.doubt, WAIT_S / _DOUBT_MAX)
+            expected.until = expected.since + min(most, patience)
             if self._clock() < expected.until:
                 state.deferral = expected
                 self._requests.on(Event.EXPECTED, request)
@@ -247,11 +256,18 @@ class Deferrals:
             logger.info("request %s: what another engine has computed did not come", request)
         self._doubt = min(2 * self._doubt, _DOUBT_MAX) if lacking else 1
 
-    def _patience(self, start: int, stop: int) -> float:
-        """How long is waited for tokens `start:stop`."""
+    def _computing(self, start: int, stop: int) -> float:
+        """How long tokens `start:stop` are waited for at most."""
         computing = self._costs.recompute_seconds(start, stop) if self._costs else None
-        most = WAIT_S if computing is None else computing
-        return min(most, max(most / self._doubt, WAIT_S / _DOUBT_MAX))
+        return WAIT_S if computing is None else computing
+
+    def _doubted(self, most: float) -> int:
+        """The part of `most` that the next request waits is one of so many."""
+        if self._doubt > 1 and self._clock() < self._full_at:
+            return self._doubt
+        self._apart = 2 if self._doubt == 1 else min(2 * self._apart, _APART_MAX)
+        self._full_at = self._clock() + self._apart * most
+        return 1
 
     def _still_to_come(self, expected: HandoverDeferral) -> bool:
         """Whether nothing has changed: asked in each step, of many that may have long prompts."""

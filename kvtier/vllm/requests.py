@@ -101,6 +101,8 @@ class HandoverDeferral(msgspec.Struct):
 
     since: float
     until: float = 0.0
+    doubt: int = 0
+    """It waits for one of so many parts of the time that computing takes; 0 until it begins."""
     lacking: BlockKey | None = None
     """The last block of those that it waits for: until that has come, no other is asked for."""
     wanted: Sequence[BlockKey] = ()

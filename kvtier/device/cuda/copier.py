@@ -146,6 +146,7 @@ class StagedPath:
         """Slots to the buffer; what is verified there goes on to its pages."""
         work, group, ids = batch.work, batch.group, batch.ids
         found = self._records.find(batch.slots, batch.keys, group)
+        found = self._records.regrouped(found, group)
         right, rows, moved = found.fit.copy(), np.flatnonzero(found.fit), True
         if len(rows):
             parts = found.parts.only(rows).addresses
@@ -217,6 +218,7 @@ class PagedPath:
     def load(self, batch: CopyBatch) -> None:
         """Slots to pages, once they are verified."""
         found = self._records.find(batch.slots, batch.keys, batch.group)
+        found = self._records.regrouped(found, batch.group)
         right = found.verified()
         copied = up_to_wrong(right, batch.work.failed)
         moved = self._copy(batch, copied, found.parts.addresses, self._stream.to_device)

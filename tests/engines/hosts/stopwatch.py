@@ -27,10 +27,13 @@ class TimedHost(Host):
         given, name = {"prompt_token_ids": prompt}, f"timed-{self._serial}"
         engine.add_request(name, given, self._greedy(1, said))
         while True:
-            for output in engine.step():
+            outputs = engine.step()
+            for output in outputs:
                 if output.finished:
                     seconds = time.perf_counter() - begin
                     return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
+            if not outputs:
+                time.sleep(0.001)  # as vLLM's own process does while all requests wait
 
     def burst(self, prompts: list[list[int]]) -> list[tuple[float, int]]:
         """Prompts that come at once: each one's seconds to its first token, and what it found."""

@@ -114,6 +114,47 @@ def test_it_waits_no_longer_than_computing_takes(disk: Stack, known: bool) -> No
     assert engine.waits("again", not_there), "since things come"
 
 
+def test_what_takes_longer_than_short_waits_is_found_again(disk: Stack) -> None:
+    """By a bucket blocks may come after more than half the time that computing takes, each time:
+    to wait ever shorter for them would be to find them never again."""
+    engine = Answering(disk, (FULL,))
+
+    def found(number: int, after: float) -> bool:
+        ends = engine.asking.keys(8, first=100 * number)
+        engine.comes(name := str(number))
+        begun, came = engine.now[0], False
+        while engine.waits(name, ends):
+            engine.now[0] += COMPUTING / 100
+            if not came and engine.now[0] - begun >= after * COMPUTING:
+                came = True
+                stored(disk, ends)
+        waited, engine.now[0] = engine.now[0] - begun, engine.now[0] + COMPUTING
+        assert waited < 1.02 * COMPUTING
+        return came
+
+    assert not any(found(number, after=1.5) for number in range(10)), "nothing comes in time"
+    first = next(number for number in range(10, 100) if found(number, after=0.6))
+    assert first < 10 + 32, "computing takes about as long as one of them does"
+    assert all(found(number, after=0.6) for number in range(100, 105))
+
+
+def test_waits_in_full_for_nothing_become_rare(disk: Stack) -> None:
+    engine = Answering(disk, (FULL,))
+    waited = []
+    for number in range(100):
+        ends = engine.asking.keys(8, first=100 * number)
+        engine.comes(name := str(number))
+        begun = engine.now[0]
+        while engine.waits(name, ends):
+            engine.now[0] += COMPUTING / 64
+        waited.append((engine.now[0] - begun) / COMPUTING)
+        engine.now[0] += COMPUTING
+    full = [number for number, share in enumerate(waited) if share > 0.9]
+    assert len(full) < 10
+    assert max(waited) < 1.05
+    assert sum(waited[50:]) / 50 < 0.2
+
+
 def test_that_nothing_comes_is_not_said_of_every_request(
     disk: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
+from support.device.ranks import DEGREES, LOAD, Group, Model, Rank, job_of, write
 
 from kvtier.device import host_kernels
 from kvtier.device.copier import CopyJob
@@ -18,6 +19,7 @@ from kvtier.device.cpu import _STRIP_BYTES as STRIP_BYTES
 from kvtier.device.cpu import CpuCopier, PageCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.records import RankRecords, RecordParts
+from kvtier.device.regroup import Regrouping
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, PIECE_BYTES, TAIL_BYTES, Header, part_sum, seal
 from kvtier.slab import layout as table
@@ -221,3 +223,38 @@ def test_kernels_that_do_not_work_are_not_used(wrong: str, monkeypatch: Any) -> 
 
     monkeypatch.setattr(host_kernels, "_build", build)
     assert host_kernels.build() is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_heads_of_other_ranks_go_to_their_pages_at_once(
+    kernels: host_kernels.Kernels, data: Any
+) -> None:
+    """Small parts, large ones and those of several pieces, from where they lie; where a bit has
+    flipped, and the rank takes heads of that part, the record is wrong, and no other."""
+    writers, readers = (data.draw(st.sampled_from(DEGREES)) for _ in range(2))
+    heads = max(writers, readers) * data.draw(st.integers(1, 3))
+    size = data.draw(st.sampled_from([64, 576, STRIP_BYTES // 4, PIECE_BYTES // 8]))
+    rows = 2 if size > STRIP_BYTES // 4 else data.draw(st.integers(1, 20))
+    model = Model([Group(data.draw(st.integers(1, 2)), rows, heads, size)], 4, 2)
+    rank = Rank(model, readers, data.draw(st.integers(0, readers - 1)))
+    regrouping = Regrouping.of(rank.layout, 0, writers)
+    assert regrouping is not None
+    copies = host_kernels.OnePassCopies(kernels, rank.layout, rank.arrays)
+    least = min(regrouping.source_bytes, rank.layout.part_bytes[0])
+    assert copies.takes(0, regrouping) == (least >= TAIL_BYTES)
+    cache, job = model.filled(data.draw(st.integers(0, 99))), job_of(LOAD, model)
+    host = write(model, writers, cache)
+    flipped = data.draw(st.none() | st.integers(0, writers - 1))
+    if flipped is not None:
+        host.record(0)[HEADER_BYTES + flipped * regrouping.source_bytes] ^= 1
+    result = rank.run(host, job)
+    if flipped not in regrouping.sources:
+        assert result.ok
+        assert rank.has(cache)
+        return
+    assert result.outcomes[0] is Outcome.CORRUPT
+    assert result.outcomes[1] is Outcome.CANCELLED
+    if regrouping.source_bytes <= STRIP_BYTES:
+        first = flipped == regrouping.sources.start
+        assert not first or not any(page.any() for page in rank.arrays), "nothing is copied"
