@@ -79,17 +79,21 @@ class MooncakeHandler(Handler):
         own_spec(spec, MooncakeSpec)
         if not keys:
             return []
-        names, sizes = [self._name(key) for key in keys], self._sizes(keys)
+        once = list(dict.fromkeys(keys))  # of one that is named twice Mooncake fills but one buffer
+        names, sizes = [self._name(key) for key in once], self._sizes(once)
 
         def get(addresses: Sequence[int]) -> list[Outcome]:
             return self._pool.get(names, addresses, sizes)
 
         def arrived(pieces: Sequence[Buffer], outcomes: Sequence[Outcome]) -> None:
-            for piece, record, outcome in zip(pieces, into, outcomes, strict=True):
+            came = dict(zip(once, zip(pieces, outcomes, strict=True), strict=True))
+            for key, record in zip(keys, into, strict=True):
+                piece, outcome = came[key]
                 if outcome.ok:
                     _copy(piece, record[: len(piece)])
 
-        return self._transfer(sizes, get, then=arrived)
+        outcomes = dict(zip(once, self._transfer(sizes, get, then=arrived), strict=True))
+        return [outcomes[key] for key in keys]
 
     def store(
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], records: Sequence[Buffer]

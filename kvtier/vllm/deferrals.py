@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvtier.chain.hits import Shape
 from kvtier.chain.plan import COMING, NOWHERE
+from kvtier.chain.queries import Query
 from kvtier.chain.tier_chain import TierChain
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
@@ -33,6 +34,9 @@ ROOM_WAIT_S = 1.0
 """How long a request waits for room where it is not known how long its prompt takes to compute."""
 _LATE = 2.0
 """A load that others hold up may take somewhat longer than expected; this one is late."""
+_SILENT_SHARE, _SILENT_S = 0.08, 0.05
+"""Other machines that for so much of the time that computing takes, and so many seconds, neither
+answer nor send anything are taken to stand still."""
 WAIT_S = 1.0
 """An engine stores a prompt within a second: so long is waited for it where it is not known how
 long that takes to compute."""
@@ -54,9 +58,23 @@ class _Loading(NamedTuple):
     """A load from a lower tier, and what it was taken to spare."""
 
     since: float
-    due: float
+    expected: float
+    """So many seconds."""
     start: int
     stop: int
+    silent: Callable[[], bool] | None
+    """Of a load from other machines: whether nothing has come yet."""
+    query: Query | None
+    """What they were asked last for its request."""
+
+    def stands_still(self, now: float, computing: float) -> bool:
+        """Whether it comes from other machines, and nothing has come for too long."""
+        since, patience = self.since, max(_SILENT_SHARE * computing, _SILENT_S)
+        if self.query is not None and not self.query.answered:
+            since = self.query.since
+        else:
+            patience = max(patience, _LATE * self.expected)
+        return self.silent is not None and now - since > patience and self.silent()
 
 
 class LoadDeadlines:
@@ -67,6 +85,10 @@ class LoadDeadlines:
     for one load at a time: where several are late, and the engine computes them all, the last would
     wait for the others longer than for its load. One that was expected to take longer than
     computing, because it spares others, has longer.
+
+    What other machines have comes soon, or the machine has died or stands still: of such a load it
+    is known whether any of it has come. If none has in twice the time that all should take, or they
+    do not even answer, it is given up, whatever the engine computes.
     """
 
     def __init__(
@@ -91,10 +113,21 @@ class LoadDeadlines:
         spared = min(self._costs.spared_seconds(start, stop), self._load_seconds)
         return waited < max(computing, spared) and self._costs.drain_seconds() < computing / 2
 
-    def began(self, number: int, due: float, start: int, stop: int) -> None:
+    def began(
+        self,
+        number: int,
+        due: float,
+        start: int,
+        stop: int,
+        *,
+        silent: Callable[[], bool] | None = None,
+        query: Query | None = None,
+    ) -> None:
         """A load began without which the engine has to compute tokens `start:stop`; it is expected
-        to end when it is `due`."""
-        self._loads[number] = _Loading(self._clock(), due, start, stop)
+        to end when it is `due`. Of one from other machines `silent` tells whether nothing has come
+        yet, and `query` is what they were asked for it."""
+        now = self._clock()
+        self._loads[number] = _Loading(now, due - now, start, stop, silent, query)
 
     def ended(self, number: int) -> bool:
         """It has ended; whether because it was given up."""
@@ -105,17 +138,22 @@ class LoadDeadlines:
         self._next = 0.0  # its prompt is computed from now on
         return True
 
-    def give_up(self) -> int | None:
-        """The engine has nothing to compute: the load that it had better not wait for any longer,
-        if there is one."""
+    def give_up(self, busy: bool = False) -> int | None:
+        """The load that the engine had better not wait for any longer, if there is one; if it is
+        `busy` with something else, one that stands still."""
         now = self._clock()
-        if self._costs is None or now < self._next:
+        if self._costs is None:
             return None
-        for number, (since, due, start, stop) in self._loads.items():
-            computing = self._costs.recompute_seconds(start, stop)
+        for number, load in self._loads.items():
+            computing = self._costs.recompute_seconds(load.start, load.stop)
             if computing is None or number in self._given_up:
                 continue
-            if now - since > max(computing, _LATE * (due - since)) + GRACE_S:
+            if load.stands_still(now, computing):
+                self._given_up.add(number)
+                return number
+            if busy or now < self._next:
+                continue
+            if now - load.since > max(computing, _LATE * load.expected) + GRACE_S:
                 self._given_up.add(number)
                 self._next = now + computing
                 return number

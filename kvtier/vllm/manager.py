@@ -301,13 +301,29 @@ class ChainManager:
             self.costs.started(DEVICE, worker_job.number, sum(sizes))
         if lower and state.columns:
             self._deadlines.began(
-                worker_job.number, ticket.due, *state.hangs_on(self.shapes, wanted, lower)
+                worker_job.number,
+                ticket.due,
+                *state.hangs_on(self.shapes, wanted, lower),
+                silent=self._silence(ticket, set(lower.values())),
+                query=state.query,
             )
         state.sources = {
             asked: lower.get(key, HOST) for asked, key in zip(keys, wanted, strict=True)
         }
         state.refused = False
         return worker_job
+
+    def _silence(self, ticket: Ticket, origins: set[int]) -> Callable[[], bool] | None:
+        """Tells whether nothing of a load has come, if all of it is other machines'."""
+        tiers, missing = self.chain.tiers, len(ticket.pending)
+        if not all(tiers[at].finds for at in origins):
+            return None
+
+        def silent() -> bool:
+            pending = ticket.pending
+            return len(pending) == missing and not tiers[HOST].arrived(list(pending))
+
+        return silent
 
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""
@@ -424,10 +440,8 @@ class ChainManager:
         self._computing = tokens
 
     def give_up(self) -> int | None:
-        """The job of a load that is not worth waiting for any longer, if the engine has nothing
-        else to compute."""
-        busy = self._computing > 0 or self._requests.anybody_waits
-        return None if busy else self._deadlines.give_up()
+        """The job of a load that is not worth waiting for any longer, if there is one."""
+        return self._deadlines.give_up(self._computing > 0 or self._requests.anybody_waits)
 
     def on_request_finished(self, request: str) -> None:
         """The request asks for nothing any more; its worker jobs may still be under way."""

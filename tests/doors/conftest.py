@@ -48,10 +48,10 @@ def lacks_mooncake() -> str:
     return ""
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[MooncakePool]:
-    """Mooncake's, of a test's own."""
-    pool = MooncakePool(tmp_path)
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+    """Mooncake's, for all tests of a file: who breaks it mends it."""
+    pool = MooncakePool(tmp_path_factory.mktemp("mooncake"))
     yield pool
     pool.close()
 

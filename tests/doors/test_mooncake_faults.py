@@ -1,82 +1,26 @@
-"""Owners and masters of a pool die, stall and fill up: right bytes or a miss, and it recovers."""
+"""Owners, masters and clients of a pool die, stall and fill it up: right bytes or a miss, and it
+recovers."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
+import os
+import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from support.processes.mooncake_pool import MooncakePool, StallingProxy, until
+from support.processes.mooncake_server import NEW, MooncakeServer, Writer
 
-from kvtier import Stack
-from kvtier.move.process import ProcessMover
-from kvtier.testing.subject import make_keys, make_memory_folder
-from kvtier.types import BlockKey, Namespace
+from kvtier.testing.subject import make_keys
+from kvtier.types import BlockKey
 
-NAMESPACE = Namespace(facts={"model": "mooncake"}, group_bytes=(256 << 10,))
 POOL = 1
-DEATHS = 100
+DEATHS = int(os.environ.get("DEATHS", "25"))
+"""Each fifth is the master's, the others an owner's. What docs say of 100 was measured so."""
 RECOVERS_S = 120.0
-NEW = count(10_000, 1000)
-
-
-def payload(key: BlockKey) -> bytes:
-    return hashlib.shake_128(key).digest(NAMESPACE.payload_bytes)
-
-
-class Server:
-    """A stack with a mover in a process of its own, as when it serves; no disk."""
-
-    def __init__(self, name: str, master: str, cpu: str = "32MiB") -> None:
-        self.region = make_memory_folder()
-        self.stack = Stack.open(
-            {
-                "version": 1,
-                "name": name,
-                "load_policy": "always",
-                "tiers": [
-                    {"kind": "cpu", "path": str(self.region), "capacity": cpu},
-                    {"kind": "mooncake", "master": master, "capacity": "1GiB"},
-                ],
-            },
-            NAMESPACE,
-            serving=True,
-        )
-        self.chain = self.stack.chain
-
-    @property
-    def mover_process(self) -> Path:
-        mover = self.stack.mover
-        assert isinstance(mover, ProcessMover)
-        assert mover.pid is not None
-        return Path(f"/proc/{mover.pid}")
-
-    def store(self, keys: Sequence[BlockKey]) -> None:
-        """As far as there is room; whatever comes of it, nothing raises."""
-        self.stack.store({key: payload(key) for key in keys})
-        self.stack.settle()
-
-    def load(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """What arrives, every byte of it right; of that, host memory keeps nothing."""
-        self.chain.tiers[0].forget(keys)
-        found = self.stack.load(keys)
-        assert all(found[key] == payload(key) for key in found)
-        return [key for key in keys if key in found]
-
-    def gives(self, other: Server, blocks: int = 8) -> bool:
-        """Whether another finds what is stored here now."""
-        keys = make_keys(blocks, start=next(NEW))
-        self.store(keys)
-        return other.load(keys) == keys
-
-    def close(self) -> None:
-        self.stack.close()
-        shutil.rmtree(self.region)
 
 
 class Held(NamedTuple):
@@ -94,11 +38,12 @@ class Held(NamedTuple):
 
 
 @pytest.fixture
-def server(pool: MooncakePool) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
+def server(pool: MooncakePool, tmp_path: Path) -> Iterator[Callable[..., MooncakeServer]]:
+    """Opens one of which other tests' find nothing."""
+    servers: list[MooncakeServer] = []
 
-    def start(name: str, master: str = pool.address, **more: str) -> Server:
-        servers.append(Server(name, master, **more))
+    def start(name: str, master: str = pool.address, **more: str) -> MooncakeServer:
+        servers.append(MooncakeServer(name, master, tmp_path.name, **more))
         return servers[-1]
 
     yield start
@@ -106,7 +51,7 @@ def server(pool: MooncakePool) -> Iterator[Callable[..., Server]]:
         each.close()
 
 
-def test_what_one_stores_another_finds(server: Callable[..., Server]) -> None:
+def test_what_one_stores_another_finds(server: Callable[..., MooncakeServer]) -> None:
     a, b = server("a"), server("b")
     keys = make_keys(40)
     a.store(keys)
@@ -115,7 +60,9 @@ def test_what_one_stores_another_finds(server: Callable[..., Server]) -> None:
     assert b.load(make_keys(10, start=50)) == []
 
 
-def test_an_owner_dies_amid_loads(pool: MooncakePool, server: Callable[..., Server]) -> None:
+def test_an_owner_dies_amid_loads(
+    pool: MooncakePool, server: Callable[..., MooncakeServer]
+) -> None:
     a, b = server("a"), server("b")
     keys = make_keys(100)
     a.store(keys)
@@ -130,7 +77,7 @@ def test_an_owner_dies_amid_loads(pool: MooncakePool, server: Callable[..., Serv
 
 
 def test_the_master_dies_and_another_takes_its_place(
-    pool: MooncakePool, server: Callable[..., Server]
+    pool: MooncakePool, server: Callable[..., MooncakeServer]
 ) -> None:
     a, b = server("a"), server("b")
     keys = make_keys(20)
@@ -145,7 +92,7 @@ def test_the_master_dies_and_another_takes_its_place(
 
 
 def test_nothing_is_asked_while_the_master_stalls(
-    pool: MooncakePool, server: Callable[..., Server]
+    pool: MooncakePool, server: Callable[..., MooncakeServer]
 ) -> None:
     proxy = StallingProxy(pool.address)
     a, b = server("a"), server("b", proxy.address)
@@ -164,7 +111,8 @@ def test_nothing_is_asked_while_the_master_stalls(
 
 def test_a_full_pool_drops_and_serves(tmp_path: Path) -> None:
     pool = MooncakePool(tmp_path, lent=16 << 20)
-    a, b = Server("a", pool.address, cpu="128MiB"), Server("b", pool.address)
+    a = MooncakeServer("a", pool.address, "full", cpu="128MiB")
+    b = MooncakeServer("b", pool.address, "full")
     keys = make_keys(300)
     a.store(keys)
     assert 0 < len(b.load(keys)) < len(keys)
@@ -173,18 +121,35 @@ def test_a_full_pool_drops_and_serves(tmp_path: Path) -> None:
         each.close()
 
 
-@pytest.mark.parametrize("what", ["owner", "master"])
+def test_clients_that_lend_die_while_they_store_and_come_back(
+    pool: MooncakePool, server: Callable[..., MooncakeServer], tmp_path: Path
+) -> None:
+    """What lies in their own memory is gone, also for those that follow; what lies elsewhere is
+    not, and nothing is served that was written in part."""
+    dice, other, keys = random.Random(7), server("other"), list[BlockKey]()
+    for life in range(5):
+        writer = Writer(pool.address, tmp_path.name, start=1000 * life)
+        keys += writer.killed_after(batches=dice.randint(2, 6))
+        other.load(keys)
+    back = server("writer")
+    left = back.load(keys)
+    assert 0 < len(left) < len(keys)
+    assert back.load(left) == left
+    assert other.load(left) == left
+    until(lambda: back.gives(other), RECOVERS_S)
+
+
 def test_many_deaths_leave_nothing_behind(
-    pool: MooncakePool, server: Callable[..., Server], what: str
+    pool: MooncakePool, server: Callable[..., MooncakeServer], figure: Callable[[str], None]
 ) -> None:
     """In the process of the mover, which has lived through all of them."""
     a, b = server("a"), server("b")
-    process, held = b.mover_process, []
-    for _ in range(DEATHS if what == "owner" else DEATHS // 5):
+    process, held = b.mover, list[Held]()
+    for death in range(1, DEATHS + 1):
         keys = make_keys(8, start=next(NEW))
         a.store(keys)
         b.load(keys[:4])
-        if what == "owner":
+        if death % 5:
             pool.kill_owner()
             b.load(keys)
             pool.start_owner()
@@ -195,8 +160,9 @@ def test_many_deaths_leave_nothing_behind(
             until(lambda: a.gives(b), RECOVERS_S)
         held.append(Held.of(process))
     until(lambda: a.gives(b), RECOVERS_S)
-    assert b.mover_process == process
-    third = len(held) // 3
-    assert held[-1].threads <= held[third].threads + 2, held
-    assert held[-1].files <= held[third].files + 8, held
-    assert held[-1].kilobytes < 1.1 * held[third].kilobytes + (8 << 10), held
+    assert b.mover == process
+    early, late = held[len(held) // 3], held[-1]
+    figure(f"mooncake: after {len(held) // 3 + 1} deaths {early}, after {DEATHS} {late}")
+    assert late.threads <= early.threads + 2, held
+    assert late.files <= early.files + 8, held
+    assert late.kilobytes < 1.1 * early.kilobytes + (8 << 10), held

@@ -69,14 +69,14 @@ class MooncakePool:
         until(lambda: self.asks("/health") is not None)
         return process
 
-    def start_owner(self) -> None:
+    def start_owner(self, lent: int | None = None) -> None:
         """A client that does nothing but lend memory."""
         port = free_port()
         self.owner = self._start(
             "mooncake_client",
             "--host=127.0.0.1",
             f"--port={port}",
-            f"--global_segment_size={self._lent}",
+            f"--global_segment_size={lent or self._lent}",
             f"--master_server_address={self.address}",
             "--metadata_server=P2PHANDSHAKE",
         )
@@ -92,19 +92,6 @@ class MooncakePool:
                 return found.decode()
         except OSError:
             return None
-
-    def names(self) -> list[str]:
-        """All that the master believes to be there."""
-        return (self.asks("/get_all_keys") or "").split()
-
-    def empty(self) -> None:
-        """Remove all that is there, by a client of this process's."""
-        from mooncake.store import MooncakeDistributedStore
-
-        client = MooncakeDistributedStore()
-        client.setup("127.0.0.1:0", "P2PHANDSHAKE", 0, 0, "tcp", "", self.address)
-        client.remove_all(True)
-        client.close()
 
     def kill_owner(self) -> None:
         end(self.owner)

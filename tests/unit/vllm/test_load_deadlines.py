@@ -27,6 +27,7 @@ from support.scheduler.asking import (
 from kvtier import Stack
 from kvtier.chain.hits import Shape
 from kvtier.chain.ledger import Ticket
+from kvtier.chain.queries import Query
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
 from kvtier.system.disk import Disk
@@ -352,6 +353,24 @@ def test_one_that_was_to_take_long_has_longer() -> None:
     assert not patience.ended(7)
     assert patience.ended(1)
     assert patience.give_up() is None
+
+
+@pytest.mark.parametrize(
+    ("answered", "came", "seconds"), [(True, False, 0.4), (False, False, 0.08), (True, True, 1.1)]
+)
+def test_other_machines_that_stand_still_are_not_waited_for(
+    answered: bool, came: bool, seconds: float
+) -> None:
+    """Whatever the engine computes; but those that send or answer have the time of all others."""
+    clock = Clock(time.monotonic())
+    costs = CostModel(clock=clock)
+    costs.observe_prefill(2000, 2.0)
+    patience, query = LoadDeadlines(costs, clock, 10.0), Query(clock.now, left=not answered)
+    patience.began(1, clock.now + 0.2, 0, 1000, silent=lambda: not came, query=query)
+    clock.now += seconds - 0.01
+    assert patience.give_up() is None
+    clock.now += 0.02
+    assert patience.give_up(busy=not came) == 1
 
 
 @pytest.mark.parametrize("costs", [None, CostModel()])
