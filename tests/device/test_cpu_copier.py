@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
+from support.device.direct_engine import Tensor
 
 from kvtier.device import cpu as cpu_copier
 from kvtier.device.copier import CopyJob
@@ -148,26 +149,6 @@ def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: An
     copier.close()
     (result,) = copier.poll()
     assert result.outcomes == [Outcome.OK, Outcome.CORRUPT]
-
-
-class Tensor:
-    """As much of a torch tensor as a layout looks at."""
-
-    def __init__(self, array: npt.NDArray[np.int8]) -> None:
-        self._array = array
-        self.shape = array.shape
-
-    def numpy(self) -> npt.NDArray[np.int8]:
-        return self._array
-
-    def data_ptr(self) -> int:
-        return int(self._array.ctypes.data)
-
-    def element_size(self) -> int:
-        return self._array.itemsize
-
-    def stride(self, dimension: int) -> int:
-        return self._array.strides[dimension] // self._array.itemsize
 
 
 class Named:

@@ -25,7 +25,7 @@ from kvtier.record.record import record_bytes
 from kvtier.stack import Settled
 from kvtier.testing.memory import MemoryHandler, MemoryTier
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey, Namespace, Outcome, TierStats
+from kvtier.types import BlockKey, Namespace, Outcome
 
 SLOT = record_bytes(NAMESPACE.payload_bytes)
 
@@ -159,20 +159,6 @@ def test_what_a_restart_has_found_is_said(tmp_path: Path) -> None:
         )
 
 
-def test_two_engines_on_one_machine_share_memory_and_disk(tmp_path: Path) -> None:
-    wanted = blocks(4)
-    with (
-        Stack.open(config(tmp_path), NAMESPACE) as one,
-        Stack.open(config(tmp_path), NAMESPACE) as two,
-    ):
-        assert one.context.engine != two.context.engine
-        one.store(wanted)
-        one.settle()
-        two.chain.tiers[0].refresh()
-        assert two.load(list(wanted)) == wanted
-        assert two.chain.chain_stats().hits == [4, 0], "what one has computed, from its memory"
-
-
 def test_a_name_in_use_is_said_once_with_what_it_means(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,28 +211,34 @@ def test_a_stack_that_is_closed_twice_closes_nobody_elses_files(tmp_path: Path) 
         os.close(fd)
 
 
-@pytest.mark.parametrize("half", [MemoryTier, MemoryHandler])
-def test_a_tier_that_raises_when_it_is_closed_keeps_no_other_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: type[MemoryTier | MemoryHandler]
+@pytest.mark.parametrize(
+    ("half", "method"),
+    [(MemoryTier, "stats"), (MemoryTier, "close"), (MemoryHandler, "close")],
+    ids=["asked first", "closed", "handler closed"],
+)
+def test_a_tier_that_raises_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: type[Any], method: str
 ) -> None:
     """As one whose server went away may do."""
     tiers = config(tmp_path)
     tiers["tiers"].insert(1, {"kind": "memory", "capacity": 8 * SLOT})
+    stack = None
+    if method == "close":
+        stack = Stack.open(tiers, NAMESPACE)
+        stack.store(blocks(4))
+        stack.settle()
 
-    def close(self: object) -> None:
+    def away(self: object) -> None:
         raise ConnectionError("the server is gone")
 
-    stack = Stack.open(tiers, NAMESPACE)
-    stack.store(blocks(4))
-    stack.settle()
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(half, "close", close)
+        meanwhile.setattr(half, method, away)
         with pytest.raises(ConnectionError):
-            stack.close()
+            stack.close() if stack else Stack.open(tiers, NAMESPACE)
     assert [each.name for each in threading.enumerate() if each.name.startswith("kvtier")] == []
-    with Stack.open(tiers, NAMESPACE) as stack:
-        assert stack.context.engine == "unit", "nobody holds its memory"
-        assert stack.load(list(blocks(4))) == blocks(4)
+    with Stack.open(tiers, NAMESPACE) as again:
+        assert again.context.engine == "unit", "nobody holds its memory"
+        assert again.load(list(blocks(4))) == (blocks(4) if stack else {})
 
 
 def test_a_stack_that_is_closed_says_so(tmp_path: Path) -> None:
@@ -420,24 +412,6 @@ def test_who_waits_for_a_turn_waits_no_longer_than_was_said(
         assert stack.load(make_keys(8), seconds=float("inf")) == blocks(8)
 
 
-def test_a_tier_that_raises_when_it_is_asked_first_keeps_no_other_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiers = config(tmp_path)
-    tiers["tiers"].insert(1, {"kind": "memory", "capacity": 8 * SLOT})
-
-    def stats(self: MemoryTier) -> TierStats:
-        raise ConnectionError("the server is gone")
-
-    with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(MemoryTier, "stats", stats)
-        with pytest.raises(ConnectionError):
-            Stack.open(tiers, NAMESPACE)
-    assert [each.name for each in threading.enumerate() if each.name.startswith("kvtier")] == []
-    with Stack.open(tiers, NAMESPACE) as stack:
-        assert stack.context.engine == "unit", "nobody holds its memory"
-
-
 @pytest.mark.parametrize("proves", [True, False])
 def test_a_block_that_does_not_verify_is_logged_with_its_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, proves: bool
@@ -464,15 +438,6 @@ def test_a_block_that_does_not_verify_is_logged_with_its_place(
     where = f"{make_keys(1)[0].hex()}, {places[0].path} at {places[0].at}"
     for words in ("tier nvme", where, "kvtier verify --repair"):
         assert words in said[0]
-
-
-def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
-    with Stack.open(config(tmp_path), NAMESPACE) as stack:
-        stack.store(blocks(4))
-        stack.settle()
-    other = Namespace(facts={"model": "retrained"}, group_bytes=NAMESPACE.group_bytes)
-    with Stack.open(config(tmp_path), other) as stack:
-        assert stack.load(make_keys(4)) == {}
 
 
 def test_a_payload_of_the_wrong_size_is_refused(tmp_path: Path) -> None:

@@ -340,13 +340,6 @@ class TestAStoreThatIsDown:
         server.kill()
         return on_a_server
 
-    @pytest.mark.parametrize("words", [["ls"], ["du"], ["verify"], ["gc", "--dry-run"]])
-    def test_the_rest_is_still_seen(self, words: list[str], down: Path) -> None:
-        done = command(*words, "-c", down)
-        assert done.code == 1
-        assert "see that the store is running" in done.err
-        assert done.out
-
     def test_nobody_is_told_that_it_is_empty(self, down: Path) -> None:
         *others, store = run("du", "-c", down, code=1)
         assert (store["capacity"], store["used"], store["blocks"]) == (64 << 20, None, None)
@@ -371,12 +364,6 @@ class TestAStoreThatIsDown:
         assert done.code == 1
         assert "stop its engine" in done.err
         assert "see that the store is running" in done.err
-
-    def test_the_doctor_says_so(self, down: Path) -> None:
-        report = run("doctor", "-c", down, code=1)
-        (bad,) = [each for each in report["findings"] if each["level"] == "bad"]
-        assert bad["area"] == "2 object"
-        assert "running" in bad["remedy"]
 
     def test_a_wrong_secret_is_no_store_that_is_down(
         self, on_a_server: Path, monkeypatch: pytest.MonkeyPatch

@@ -222,6 +222,7 @@ def test_every_fault_of_the_driver_fails_the_load_and_touches_no_page(
     assert not rig.memory[20 * PAGE : 22 * PAGE].any()
     setattr(rig.driver, fault, getattr(FakeCufile, fault))
     assert rig.load(2, range(2)) == [Outcome.OK] * 2
+    assert rig.driver.open_files == 0
 
 
 def test_wrong_bytes_reach_no_page(rig: Rig) -> None:
@@ -241,9 +242,11 @@ def test_a_slot_that_is_used_again_meanwhile_is_gone(rig: Rig) -> None:
     assert not rig.memory.any()
 
 
-def test_a_file_that_is_no_longer_there_is_gone(rig: Rig) -> None:
-    rig.disk.path.unlink()
+def test_a_file_that_is_cut_short_or_no_longer_there_is_gone(rig: Rig) -> None:
+    rig.disk.path.write_bytes(rig.disk.path.read_bytes()[:100])
     assert rig.load(1, range(1)) == [Outcome.GONE]
+    rig.disk.path.unlink()
+    assert rig.load(2, range(1)) == [Outcome.GONE]
 
 
 def test_wait_returns_once_no_page_can_change_any_more(rig: Rig) -> None:

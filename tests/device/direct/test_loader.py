@@ -100,44 +100,14 @@ def test_the_other_ranks_part_is_the_other_ranks_concern(stage: Stage) -> None:
     assert stage.outcome() is Outcome.OK
 
 
-def test_a_file_that_is_gone_or_short_is_a_miss(stage: Stage) -> None:
-    stage.path.write_bytes(stage.records[:100])
-    assert stage.outcome() is Outcome.GONE
-    stage.path.unlink()
-    assert stage.outcome() is Outcome.GONE
-
-
 def test_a_slot_given_to_another_key_is_refused(stage: Stage) -> None:
     stage.write(0, stage.keys[1])
     assert stage.outcome() is Outcome.CORRUPT
 
 
-def test_a_slot_given_to_another_key_during_the_read_is_gone(stage: Stage) -> None:
-    stage.driver.before_read = lambda: stage.write(0, stage.keys[1])
-    assert stage.outcome() is Outcome.GONE
-
-
 def test_a_slot_rewritten_after_the_read_does_not_prove_what_was_read(stage: Stage) -> None:
     stage.driver.after_read = lambda: stage.write(0, stage.keys[0], payload=9)
     assert stage.outcome() is Outcome.CORRUPT
-
-
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("cuFile: 5030")])
-def test_every_error_of_the_driver_is_an_outcome(stage: Stage, error: Exception) -> None:
-    stage.driver.fails = error
-    assert stage.outcome() is Outcome.IO_ERROR
-    stage.driver.fails, stage.driver.no_file = None, error
-    assert stage.outcome() is Outcome.IO_ERROR
-    stage.driver.no_file, stage.driver.refuses = None, True
-    assert stage.outcome() is Outcome.IO_ERROR
-    stage.driver.refuses = False
-    assert stage.outcome() is Outcome.OK
-    assert stage.driver.open_files == 0
-
-
-def test_a_short_read_is_an_error(stage: Stage) -> None:
-    stage.driver.short = 4096
-    assert stage.outcome() is Outcome.IO_ERROR
 
 
 def test_a_read_that_hangs_times_out_and_keeps_its_buffer_and_file(stage: Stage) -> None:
@@ -148,15 +118,6 @@ def test_a_read_that_hangs_times_out_and_keeps_its_buffer_and_file(stage: Stage)
     stage.driver.hangs = False
     assert stage.loader.free == 2
     assert stage.driver.open_files == 0
-
-
-def test_a_loader_that_is_told_to_stop_waits_for_nothing(stage: Stage) -> None:
-    stage.driver.hangs = True
-    read = stage.read()
-    stage.loader.begin(read)
-    stage.loader.stop()
-    assert stage.loader.end(read, deadline=float("inf")) is Outcome.CANCELLED
-    assert stage.driver.open_files == 1
 
 
 def test_what_hangs_outlives_its_loader(stage: Stage) -> None:

@@ -42,6 +42,9 @@ class Tensor:
         self._array = array
         self.shape = array.shape
 
+    def numpy(self) -> Any:
+        return self._array
+
     def data_ptr(self) -> int:
         return int(self._array.ctypes.data)
 

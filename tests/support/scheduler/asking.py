@@ -173,8 +173,8 @@ def host_memory(folder: Path) -> dict[str, Any]:
     }
 
 
-def small_above_large(folder: Path) -> dict[str, Any]:
-    (folder / "host").mkdir()
-    cpu = {"kind": "cpu", "path": str(folder / "host"), "capacity": str(ByteSize(13 * SLOT))}
+def small_above_large(folder: Path, slots: int = 13) -> dict[str, Any]:
+    (folder / "host").mkdir(exist_ok=True)
+    cpu = {"kind": "cpu", "path": str(folder / "host"), "capacity": str(ByteSize(slots * SLOT))}
     nvme = {"kind": "nvme", "path": str(folder / "nvme"), "capacity": "16MiB", "free_floor": 0}
     return {"version": 1, "name": "unit", "mover": {"mode": "threads"}, "tiers": [cpu, nvme]}

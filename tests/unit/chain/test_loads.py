@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.tiers.chains import KEYS, LOAD_DEADLINE, REST, ChainRig, rule
 
+from kvtier.chain.ledger import Ticket
 from kvtier.chain.plan import COMING, JOINING, NOWHERE
 from kvtier.interfaces.mover import TransferKind
 from kvtier.settings import WritePolicy
-from kvtier.types import Outcome, Presence
+from kvtier.types import BlockKey, Outcome, Presence
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
 READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
@@ -167,35 +170,6 @@ def test_everyone_who_waits_is_told_of_a_failure(rig: ChainRig) -> None:
     rig.assert_quiet()
 
 
-def test_a_tier_that_keeps_failing_is_left_alone_for_longer_each_time(rig: ChainRig) -> None:
-    rig.put(1, KEYS[:16])
-    for key in KEYS[:3]:
-        rig.chain.begin_load([key], "a", FAR)
-        rig.mover.fail_all(Outcome.IO_ERROR)
-        rig.chain.poll()
-    assert rig.chain.lookup([KEYS[9]]) == [MISS]
-    assert rig.chain.chain_stats().down == [False, True, False]
-    rig.now += REST
-    rig.chain.poll()
-    assert rig.chain.lookup([KEYS[9]]) == [HIT]
-    assert rig.chain.chain_stats().down == [False] * 3
-    rig.chain.begin_load([KEYS[9]], "a", FAR)
-    rig.mover.fail_all(Outcome.TIMEOUT)
-    rig.chain.poll()
-    rig.now += REST
-    rig.chain.poll()
-    assert rig.chain.lookup([KEYS[10]]) == [MISS], "the second rest is longer"
-    rig.now += REST
-    rig.chain.poll()
-    rig.chain.begin_load([KEYS[10]], "a", FAR)
-    rig.mover.run_all()
-    rig.chain.poll()
-    rig.chain.begin_load([KEYS[11]], "a", FAR)
-    rig.mover.fail_all(Outcome.IO_ERROR)
-    rig.chain.poll()
-    assert rig.chain.lookup([KEYS[12]]) == [HIT], "one success cleared it"
-
-
 def test_many_loads_that_fail_at_once_are_one_failure_of_their_tier(rig: ChainRig) -> None:
     rig.put(1, KEYS[:9])
     tickets = [rig.chain.begin_load([key], "a", FAR) for key in KEYS[:8]]
@@ -329,3 +303,122 @@ def test_a_mover_that_takes_nothing_is_a_miss(rig: ChainRig) -> None:
     rig.assert_quiet()
     assert rig.chain.lookup(KEYS[:3]) == [HIT, MISS, MISS], "not at once again"
     assert rig.chain.chain_stats().failures[1] == {"dropped": 2}
+
+
+# -- a byte is proved once: by whoever reads it last, or by the mover where nobody else does
+
+
+CORRUPT, IO_ERROR = Outcome.CORRUPT, Outcome.IO_ERROR
+
+
+@pytest.fixture
+def three_tiers() -> ChainRig:
+    """Four slots of host memory, a tier that is written through, and one that is only read."""
+    return ChainRig([4, 16, 32], [rule(), rule(), rule(WritePolicy.NEVER)])
+
+
+def load(three_tiers: ChainRig, keys: Sequence[BlockKey], *, land: bool = True) -> Ticket:
+    ticket = three_tiers.chain.begin_load(keys, "reader", FAR, proves=True)
+    if land:
+        for transfer in three_tiers.mover.loads():
+            three_tiers.mover.run(transfer)
+        three_tiers.chain.poll()
+    return ticket
+
+
+def corrupt(three_tiers: ChainRig) -> list[int]:
+    return [tier.stats().corrupt for tier in three_tiers.tiers]
+
+
+def test_the_mover_is_spared_what_the_reader_proves_and_nothing_else(three_tiers: ChainRig) -> None:
+    three_tiers.put(2, KEYS[:2])
+    three_tiers.chain.begin_load(KEYS[:1], "proves", FAR, proves=True)
+    three_tiers.chain.begin_load(KEYS[1:2], "does not", FAR)
+    assert [transfer.prove for transfer in three_tiers.mover.queue] == [False, True]
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_what_the_reader_finds_bad_is_quarantined_where_it_came_from(landed: bool) -> None:
+    three_tiers = ChainRig([4, 16, 32], [rule(), *[rule(WritePolicy.NEVER)] * 2])
+    three_tiers.put(2, KEYS[:3])
+    ticket = load(three_tiers, KEYS[:3], land=landed)
+    three_tiers.chain.end_load(ticket, {KEYS[1]: CORRUPT}, proved=[KEYS[0], KEYS[2]])
+    three_tiers.settle()
+    assert corrupt(three_tiers) == [0, 0, 1]
+    assert three_tiers.resident(2, KEYS[:3]) == [KEYS[0], KEYS[2]]
+    assert KEYS[1] not in three_tiers.resident(0, KEYS[:3]) + three_tiers.resident(1, KEYS[:3])
+    assert three_tiers.chain.chain_stats().failures[2] == {"corrupt": 1}
+    three_tiers.assert_quiet()
+
+
+def test_what_was_right_once_has_gone_bad_in_host_memory(three_tiers: ChainRig) -> None:
+    three_tiers.put(2, KEYS[:1])
+    three_tiers.chain.end_load(load(three_tiers, KEYS[:1]), proved=KEYS[:1])
+    three_tiers.chain.end_load(load(three_tiers, KEYS[:1]), {KEYS[0]: CORRUPT})
+    assert corrupt(three_tiers) == [1, 0, 0]
+    assert three_tiers.resident(2, KEYS[:1]) == KEYS[:1]
+
+
+def test_a_load_that_fails_otherwise_blames_no_medium(three_tiers: ChainRig) -> None:
+    three_tiers.put(2, KEYS[:1])
+    three_tiers.chain.end_load(load(three_tiers, KEYS[:1]), {KEYS[0]: IO_ERROR})
+    assert corrupt(three_tiers) == [0, 0, 0]
+    assert three_tiers.resident(2, KEYS[:1]) == KEYS[:1]
+
+
+def test_what_nobody_has_proved_yet_is_proved_before_it_is_written_down(
+    three_tiers: ChainRig,
+) -> None:
+    three_tiers.put(2, KEYS[:1])
+    ticket = load(three_tiers, KEYS[:1])
+    three_tiers.store(KEYS[1:2])
+    three_tiers.chain.poll()
+    assert {t.keys[0]: t.prove for t in three_tiers.mover.stores()} == {
+        KEYS[0]: True,
+        KEYS[1]: False,
+    }
+    for transfer in three_tiers.mover.stores():
+        three_tiers.mover.run(transfer, {KEYS[0]: CORRUPT})
+    three_tiers.chain.poll()
+    assert corrupt(three_tiers) == [0, 0, 1], "host memory holds what it was given"
+    assert [three_tiers.resident(tier, KEYS[:1]) for tier in range(3)] == [[], [], []]
+    three_tiers.chain.end_load(ticket, {KEYS[0]: CORRUPT})
+    three_tiers.assert_quiet()
+
+
+def test_what_its_reader_or_the_mover_has_proved_is_not_proved_again(three_tiers: ChainRig) -> None:
+    three_tiers.put(2, KEYS[:2])
+    three_tiers.chain.end_load(load(three_tiers, KEYS[:1]), proved=KEYS[:1])
+    ticket = load(three_tiers, KEYS[1:2])
+    three_tiers.settle()
+    three_tiers.tiers[1].forget(KEYS[:2])
+    three_tiers.chain.end_load(ticket, {KEYS[1]: CORRUPT})
+    assert corrupt(three_tiers) == [1, 0, 0], "as the mover proved it when it was written down"
+    transfer, _ = three_tiers.chain._ledger.carry(0, 1, KEYS[:1], FAR)
+    assert transfer is not None
+    assert not three_tiers.chain._ledger.deferred_verification.any_of(KEYS[:2])
+
+
+def test_what_outlived_an_earlier_process_is_proved_before_it_is_written_down(
+    three_tiers: ChainRig,
+) -> None:
+    three_tiers.put(0, KEYS[:2])
+    three_tiers.restart()
+    three_tiers.chain.poll()
+    assert [transfer.prove for transfer in three_tiers.mover.stores()] == [True]
+
+
+def test_nothing_is_remembered_of_what_host_memory_holds_no_more(three_tiers: ChainRig) -> None:
+    deferred_verification = three_tiers.chain._ledger.deferred_verification
+    three_tiers.put(2, KEYS[:12])
+    for at in range(0, 12, 4):
+        three_tiers.chain.end_load(load(three_tiers, KEYS[at : at + 4]))
+        three_tiers.settle()
+        assert not deferred_verification.any_of(KEYS[:at])
+    three_tiers.tiers[1].forget(KEYS[:12])
+    three_tiers.chain.end_load(load(three_tiers, KEYS[:4]))
+    three_tiers.chain.forget(KEYS[:1])
+    assert not deferred_verification.any_of(KEYS[:1])
+    load(three_tiers, KEYS[4:8], land=False)
+    three_tiers.chain.clear()
+    assert not deferred_verification.any_of(KEYS)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 
-from kvtier.chain.plan import HOST
-from kvtier.chain.stats import direct
+from kvtier.chain import stats
+from kvtier.chain.ledger import Move, SettledMove
+from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
+from kvtier.chain.stats import ChainCounters, PrefetchStats, Sample, direct
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
 from kvtier.errors import NotResident
+from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
 from kvtier.settings import WritePolicy
-from kvtier.types import Outcome, Presence
+from kvtier.testing.subject import NAMESPACE, make_keys
+from kvtier.types import Outcome, Presence, SlotSpec
 
 HIT, PENDING, MISS = Presence.HIT, Presence.PENDING, Presence.MISS
 READ_ONLY = [rule(), rule(WritePolicy.NEVER), rule(WritePolicy.NEVER)]
@@ -286,3 +290,61 @@ def test_hits_are_counted_where_they_were_found(rig: ChainRig) -> None:
     media = [tier.medium for tier in rig.tiers]
     assert [(s.source, s.target) for s in samples] == [(media[1], media[0]), (media[2], media[0])]
     assert rig.chain.take_samples() == []
+
+
+# -- what a chain counts of its loads, and for how long it keeps what nobody has asked for
+
+
+MEDIA = ["cpu", "disk", "bucket"]
+
+
+def end_a_load(counts: ChainCounters, number: int, source: int) -> None:
+    spec = SlotSpec([0])
+    transfer = Transfer(
+        id=number,
+        kind=TransferKind.LOAD,
+        source=source,
+        target=0,
+        keys=make_keys(1),
+        source_spec=spec,
+        target_spec=spec,
+        deadline=1e9,
+    )
+    result = TransferResult(
+        id=number, outcomes=[Outcome.OK], bytes_moved=1, seconds=float(number), busy_seconds=0.0
+    )
+    counts.ended(SettledMove(Move(transfer), [], {}, {}, []), result)
+
+
+def test_a_tier_misses_what_it_was_asked_for_and_what_is_on_its_way_is_no_miss() -> None:
+    counts = ChainCounters(MEDIA, NAMESPACE)
+    counts.looked_up([0, 1, 1, 2, NOWHERE, COMING, JOINING])
+    assert counts.misses == [5, 3, 2]
+
+
+def test_samples_say_where_from_and_only_the_latest_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stats, "SAMPLES_KEPT", 3)
+    counts = ChainCounters(MEDIA, NAMESPACE)
+    for number in range(5):
+        end_a_load(counts, number, source=1 + number % 2)
+    assert counts.take_samples() == [
+        Sample("disk", "cpu", 2.0),
+        Sample("bucket", "cpu", 3.0),
+        Sample("disk", "cpu", 4.0),
+    ]
+
+
+def test_what_was_told_once_stays_as_it_was_told() -> None:
+    counts = ChainCounters(MEDIA, NAMESPACE)
+    counts.found(1, make_keys(2))
+    counts.failed(1, [Outcome.GONE])
+    told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0), [])
+    counts.looked_up([NOWHERE])
+    counts.found(1, make_keys(3))
+    counts.failed(1, [Outcome.GONE, Outcome.CORRUPT])
+    assert (told.hits, told.misses) == ([0, 2, 0], [0, 0, 0])
+    assert told.hit_bytes == [0, 2 * NAMESPACE.payload_bytes, 0]
+    assert told.failures == [{}, {"gone": 1}, {}]
+    assert counts.failures == [{}, {"gone": 2, "corrupt": 1}, {}]

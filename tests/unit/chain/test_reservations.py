@@ -6,7 +6,6 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -160,13 +159,6 @@ def test_beside_a_plain_count() -> None:
     )
 
 
-def test_what_is_no_longer_promised_leaves_its_room() -> None:
-    world = reservations(4, [0, 8])
-    assert world.all.reserve(KEYS[:6], [1] * 6) == [1] * 4 + [NOWHERE] * 2
-    world.all.end()
-    assert world.all.reserve(KEYS[6:10], [1] * 4) == [1] * 4
-
-
 def test_what_is_withheld_is_promised_to_nobody_in_this_step() -> None:
     world = reservations(6, [0, 4])
     assert world.all.spare() == [6, 4]
@@ -178,22 +170,3 @@ def test_what_is_withheld_is_promised_to_nobody_in_this_step() -> None:
     assert world.all.spare() == [0, 0]
     world.all.end()
     assert world.all.spare() == [6, 4]
-
-
-@pytest.mark.parametrize("asked", [3, 4])
-def test_two_requests_share_what_the_mover_takes(asked: int) -> None:
-    world = reservations(16, [0, 6])
-    assert world.all.reserve(KEYS[:3], [1] * 3) == [1] * 3
-    assert world.all.left().queues == {1: 3}
-    assert world.all.reserve(KEYS[3 : 3 + asked], [1] * asked) == [1, 1, 1, NOWHERE][:asked]
-    assert world.all.left().queues == {1: 0}
-
-
-def test_what_is_under_way_does_not_count_twice_for_long() -> None:
-    world = reservations(16, [0, 6])
-    world.all.reserve(KEYS[:4], [1] * 4)
-    for key in KEYS[:4]:
-        world.held.pop(key)
-        world.ledger.loading[1] += 1
-    assert world.all.left().queues == {1: 2}
-    assert world.all.reserve(KEYS[4:7], [1] * 3) == [1, 1, NOWHERE]

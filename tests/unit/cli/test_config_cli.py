@@ -141,7 +141,7 @@ class TestCheck:
         assert "did you mean" in err
 
     @pytest.mark.parametrize("what", ["check", "show"])
-    def test_an_option_may_name_the_file(
+    def test_an_option_or_the_environment_may_name_the_file(
         self, what: str, stack: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert app.run(["config", what, "--config", str(stack)]) == 0
@@ -150,14 +150,10 @@ class TestCheck:
         assert app.run(["config", what]) == 2
         assert app.run(["config", what, str(stack)]) == 0
         assert app.run(["config", what, "-c", str(stack)]) == 0
+        monkeypatch.setenv("KVTIER_CONFIG", str(stack))
+        assert app.run(["config", what]) == 0
         monkeypatch.delenv("KVTIER_CONFIG")
         assert app.run(["config", what]) == 2
-
-    def test_the_environment_may_name_the_file(
-        self, stack: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("KVTIER_CONFIG", str(stack))
-        assert app.run(["config", "check"]) == 0
 
 
 class TestShow:

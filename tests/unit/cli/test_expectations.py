@@ -76,6 +76,18 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 
+LATENT = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+SCHEME = {"type": "float", "num_bits": 8}
+QUANTISED = [
+    {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
+    {"quant_method": "modelopt", "kv_cache_scheme": SCHEME},
+    {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | {"strategy": "tensor"}},
+]
+"""How checkpoints ask for a quantised cache."""
+PLAIN = [None, {"quant_method": "fp8", "kv_cache_scheme": None}, "fp8"]
+"""How they are quantised, and their cache is not."""
+
 
 def shape(config: dict[str, Any], kv_dtype: str = "auto", ranks: int = 1) -> Any:
     return shape_of(config, "config.json", kv_dtype, ranks)
@@ -88,51 +100,35 @@ class TestShapes:
         assert found.load_bytes(1000) == 131072000
         assert found.unknown == []
 
-    @pytest.mark.parametrize("said", ["float32", "torch.float32"])
-    def test_models_of_32_bits_are_served_with_16(self, said: str) -> None:
-        assert shape(LLAMA | {"torch_dtype": said}).token_bytes == 131072
-        assert shape(LLAMA | {"torch_dtype": said}, "float32").token_bytes == 262144
-
-    def test_another_data_type(self) -> None:
-        assert shape(LLAMA, "fp8").token_bytes == 65536
-
     @pytest.mark.parametrize(
-        "quantised",
+        ("config", "kv_dtype", "ranks", "token_bytes"),
         [
-            {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
-            {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
-            {"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
-            {
-                "quant_method": "compressed-tensors",
-                "kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor"},
-            },
+            (LLAMA | {"torch_dtype": "float32"}, "auto", 1, 131072),  # served with 16 bits
+            (LLAMA | {"torch_dtype": "torch.float32"}, "auto", 1, 131072),
+            (LLAMA | {"torch_dtype": "float32"}, "float32", 1, 262144),
+            (LLAMA, "fp8", 1, 65536),
+            (LLAMA, "auto", 8, 131072),
+            (LLAMA, "auto", 16, 262144),  # more ranks than heads keep copies
+            (LATENT, "auto", 1, 60 * 576 * 2),
+            (LATENT, "auto", 4, 4 * 60 * 576 * 2),
+            ({"model_type": "vision", "text_config": LLAMA}, "auto", 1, 131072),
+            *[(LLAMA | {"quantization_config": each}, "auto", 1, 65536) for each in QUANTISED],
+            *[(LLAMA | {"quantization_config": each}, "bfloat16", 1, 131072) for each in QUANTISED],
+            *[(LLAMA | {"compression_config": each}, "auto", 1, 65536) for each in QUANTISED],
+            *[(LLAMA | {"quantization_config": each}, "auto", 1, 131072) for each in PLAIN],
         ],
     )
-    def test_a_checkpoint_that_asks_for_a_quantised_cache(self, quantised: dict[str, Any]) -> None:
-        config = LLAMA | {"quantization_config": quantised}
-        assert shape(config).token_bytes == 65536
-        assert shape(config, "bfloat16").token_bytes == 131072
-        assert shape(LLAMA | {"compression_config": quantised}).token_bytes == 65536
-
-    def test_a_quantised_checkpoint_with_a_plain_cache(self) -> None:
-        for quantised in [None, {"quant_method": "fp8", "kv_cache_scheme": None}, "fp8"]:
-            found = shape(LLAMA | {"quantization_config": quantised})
-            assert (found.token_bytes, found.unknown) == (131072, [])
+    def test_bytes_for_a_token(
+        self, config: dict[str, Any], kv_dtype: str, ranks: int, token_bytes: int
+    ) -> None:
+        found = shape(config, kv_dtype, ranks)
+        assert (found.token_bytes, found.unknown) == (token_bytes, [])
 
     def test_a_cache_in_a_format_that_is_not_known_is_said(self) -> None:
         asked = {"kv_cache_quant_algo": "NVFP4"}
         found = shape(LLAMA | {"quantization_config": {"quantization": asked}})
         assert found.token_bytes == 131072
         assert "nvfp4" in found.unknown[0]
-
-    def test_more_ranks_than_heads_keep_copies(self) -> None:
-        assert shape(LLAMA, ranks=8).token_bytes == 131072
-        assert shape(LLAMA, ranks=16).token_bytes == 262144
-
-    def test_latent_attention(self) -> None:
-        config = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-        assert shape(config).token_bytes == 60 * 576 * 2
-        assert shape(config, ranks=4).token_bytes == 4 * 60 * 576 * 2
 
     def test_a_sparse_indexer_is_not_counted_and_that_is_said(self) -> None:
         config = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -182,10 +178,6 @@ class TestShapes:
         found = shape(LLAMA | {"layer_types": ["quantum"] * 32})
         assert found.layers["full"] == 32
         assert "quantum" in found.unknown[0]
-
-    def test_the_language_part_of_several(self) -> None:
-        found = shape({"model_type": "vision", "text_config": LLAMA})
-        assert found.token_bytes == 131072
 
     @pytest.mark.parametrize(
         ("config", "says"),

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import LoadPolicy, MoverMode, StackConfig, effective, folders, load
 from kvtier.config.document import FILE_BYTES_MAX
-from kvtier.errors import ConfigError, ConfigErrors, KVTierError
+from kvtier.errors import ConfigErrors
 from kvtier.settings import Admission, ByteSize, Capacity, Duration, WritePolicy
 
 pytestmark = pytest.mark.usefixtures("other_tiers")
@@ -215,22 +215,23 @@ def test_two_tiers_on_one_path(shelf: dict[str, Any]) -> None:
     assert "$.tiers[1] uses" in problem
 
 
-def test_what_the_machine_lacks(tmp_path: Path, shelf: dict[str, Any]) -> None:
-    place, problem, remedy = the_one(stack(BENCH, shelf | {"path": str(tmp_path / "gone")}))
-    assert (place, remedy) == ("$.tiers[1].path", "make it")
-    assert "gone" in problem
-
-
-def test_what_the_system_refuses(shelf: dict[str, Any]) -> None:
-    long = "/" + "x" * 300
-    place, problem, remedy = the_one(stack(BENCH, shelf | {"path": long}))
-    assert place == "$.tiers[1].path"
-    assert problem == f"{long}: File name too long"
-    assert remedy
-
-
-def test_a_text_with_a_nul(shelf: dict[str, Any]) -> None:
-    assert "NUL" in the_one(stack(BENCH, shelf | {"path": "a\0b"}))[1]
+@pytest.mark.parametrize(
+    ("path", "problem", "remedy"),
+    [
+        ("FOLDER/gone", "gone", "make it"),
+        (LONG := "/" + "x" * 300, f"{LONG}: File name too long", ""),
+        ("a\0b", "NUL", ""),
+    ],
+    ids=["missing", "too long", "NUL"],
+)
+def test_a_path_that_cannot_be(
+    tmp_path: Path, shelf: dict[str, Any], path: str, problem: str, remedy: str
+) -> None:
+    path = path.replace("FOLDER", str(tmp_path))
+    found = the_one(stack(BENCH, shelf | {"path": path}))
+    assert found[0] == "$.tiers[1].path"
+    assert problem in found[1]
+    assert found[2] == (remedy or found[2]) != ""
 
 
 def test_a_capacity_smaller_than_one_block() -> None:
@@ -292,11 +293,6 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no such file" in the_one(tmp_path / "gone.yaml")[1]
     assert "cannot be read" in the_one(tmp_path)[1]
-
-
-def test_errors_are_config_errors_of_kvtier() -> None:
-    assert issubclass(ConfigErrors, ConfigError)
-    assert issubclass(ConfigError, KVTierError)
 
 
 class TestEnvironment:

@@ -20,10 +20,6 @@ def stack(folder: Path, cpu: dict[str, object], nvme: dict[str, object]) -> dict
     return {"version": 1, "tiers": [first, second]}
 
 
-def test_a_right_stack(tmp_path: Path) -> None:
-    assert load(stack(tmp_path, {}, {}), record_bytes=RECORD)
-
-
 @pytest.mark.parametrize(
     ("cpu", "nvme", "place"),
     [
@@ -105,27 +101,6 @@ def test_a_link_to_nowhere(tmp_path: Path) -> None:
     assert f"make {tmp_path}/moved, or correct the link" in str(caught.value)
     (tmp_path / "moved").mkdir()
     load(stack(tmp_path, {}, {}))
-
-
-def test_two_tiers_in_one_folder(tmp_path: Path) -> None:
-    source = stack(tmp_path, {}, {})
-    source["tiers"].append(source["tiers"][1] | {"path": f"{tmp_path}/./blocks/"})
-    with pytest.raises(ConfigErrors) as caught:
-        load(source)
-    assert [error.place for error in caught.value.errors] == ["$.tiers[2].path"]
-
-
-def test_what_the_file_says_and_what_the_machine_says_in_one_go(tmp_path: Path) -> None:
-    source = stack(tmp_path, {"capacity": "1 parsec"}, {"path": f"{tmp_path}/no/such"})
-    source["tiers"].append(source["tiers"][1] | {"path": str(tmp_path / "more"), "threads": "two"})
-    with pytest.raises(ConfigErrors) as caught:
-        load(source | {"chunk_tokens": -1})
-    assert sorted(error.place for error in caught.value.errors) == [
-        "$.chunk_tokens",
-        "$.tiers[0].capacity",
-        "$.tiers[1].path",
-        "$.tiers[2].threads",
-    ]
 
 
 def test_a_tier_with_a_field_of_a_wrong_form_is_checked_like_any_other(tmp_path: Path) -> None:

@@ -121,18 +121,6 @@ class TestAdaptive:
             policy.use([0, 1, 2], keys(0, 3), 50.0)
         assert policy._marks[0] == MARK_MAX
 
-    def test_what_was_shared_is_so_when_it_comes_back_from_eviction(self) -> None:
-        policy = Adaptive(100)
-        policy.use(range(44), keys(0, 44), 1.0)
-        for number in range(1, 4):
-            policy.use(range(40), keys(0, 40), 10.0 * number, ahead=4)
-            slots = range(40 + 4 * number, 44 + 4 * number)
-            policy.use(slots, keys(100 * number, 4), 10.0 * number + 1, after=39)
-        assert len(policy.evict(100)) == 56
-        policy.use(range(44), [*keys(0, 40), *keys(900, 4)], 60.0)
-        assert policy._marks[0] > SHARED
-        assert not any(policy._marks[40:44])
-
     def test_one_watched_block_tells_how_far_what_was_shared_goes(self) -> None:
         """Though no other block of it is remembered: of 40 one in four is watched."""
         policy = Adaptive(100)

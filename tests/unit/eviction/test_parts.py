@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.eviction.reference_policies import Ghosts, new_policy
+from benchmarks.eviction.reference_policies import new_policy
 from benchmarks.eviction.replay import replay, replay_belady
 from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.errors import ConfigError
@@ -30,7 +29,6 @@ from kvtier.eviction.adaptive import (
     shared_kind,
 )
 from kvtier.eviction.forecast import AGES, SAMPLED_IN, Forecast, History, Runs, age_steps
-from kvtier.eviction.policy import NOWHERE
 
 
 def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -39,35 +37,6 @@ def ages(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 def step(age: float) -> int:
     return int(age_steps(ages(age))[0])
-
-
-class TestGhosts:
-    @settings(max_examples=200)
-    @given(st.lists(st.tuples(st.sampled_from("atd"), st.integers(1, 2), st.integers(0, 30))))
-    def test_it_is_as_good_as_dictionaries(self, steps: list[tuple[str, int, int]]) -> None:
-        room = 6
-        ghosts = Ghosts(2)
-        ghosts.resize(room)
-        model: dict[int, OrderedDict[int, None]] = {1: OrderedDict(), 2: OrderedDict()}
-        for what, which, value in steps:
-            print_ = value * 2**20  # many of these meet in the same cells
-            where = next((w for w, part in model.items() if print_ in part), NOWHERE)
-            if what == "a":
-                model.get(where, {}).pop(print_, None)  # type: ignore[call-overload]
-                if len(model[1]) + len(model[2]) == room:
-                    oldest = 1 if model[1] else 2
-                    ghosts.drop_oldest(oldest)
-                    model[oldest].popitem(last=False)
-                ghosts.add(which, print_)
-                model[which][print_] = None
-            elif what == "t":
-                assert ghosts.take(print_) == where
-                model.get(where, {}).pop(print_, None)  # type: ignore[call-overload]
-            else:
-                ghosts.resize(room := room + 1)
-            for number, part in model.items():
-                assert ghosts.length(number) == len(part)
-                assert all(ghosts.find(each) == number for each in part)
 
 
 class TestForecast:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container
 
 import pytest
 from support.scheduler.eviction_requests import chats, keys
 
-from benchmarks.eviction.reference_policies import ARC, EVERY_POLICY, S3FIFO, new_policy
+from benchmarks.eviction.reference_policies import EVERY_POLICY, new_policy
 from benchmarks.eviction.replay import replay
 
 
@@ -104,15 +103,6 @@ class TestEveryPolicy:
         assert 0 not in policy
 
 
-class TestLRU:
-    def test_the_longest_unused_leaves_first(self) -> None:
-        policy = new_policy("lru", 4)
-        for slot in (0, 1, 2, 3):
-            policy.use([slot], keys(slot, 1), float(slot))
-        policy.use([0], keys(0, 1), 9.0)
-        assert policy.evict(4) == [1, 2, 3, 0]
-
-
 class TestS3FIFO:
     def test_what_was_used_once_leaves_before_what_was_used_again(self) -> None:
         policy = new_policy("s3fifo", 10)
@@ -137,41 +127,6 @@ class TestS3FIFO:
             policy.use([slot], keys(slot, 1), 1.0)
         assert policy.evict(2) == [1, 0]
 
-    def test_a_new_block_has_nothing_of_the_one_that_was_in_its_slot(self) -> None:
-        policy = new_policy("s3fifo", 10)
-        for now in (1.0, 2.0, 3.0):
-            policy.use([0], keys(0, 1), now)
-        policy.remove([0])
-        policy.use([0], keys(50, 1), 4.0)
-        policy.use([1], keys(51, 1), 5.0)
-        assert policy.evict(2) == [0, 1]
-
-    def test_a_chosen_victim_that_is_used_after_all_stays(self) -> None:
-        policy = new_policy("s3fifo", 10)
-        policy.use([0, 1], keys(0, 2), 1.0)
-        assert policy.victims(1) == [1]
-        policy.use([1], keys(1, 1), 2.0)
-        assert policy.evict(1) == [0]
-
-    def test_it_does_not_look_at_all_of_very_many_that_were_used(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of a million, one eviction took half a second of the engine's thread."""
-        looked: list[int] = []
-        choose = S3FIFO._choose
-
-        def count(policy: S3FIFO, pinned: Container[int]) -> int:
-            looked.append(1)
-            return choose(policy, pinned)
-
-        policy = new_policy("s3fifo", 16_384)
-        for turn in range(4):
-            policy.use(range(16_384), keys(0, 16_384), float(turn))
-        monkeypatch.setattr(S3FIFO, "_choose", count)
-        chosen = policy.victims(2)
-        assert len(looked) < 3_000
-        assert policy.evict(2) == chosen
-
 
 class TestARC:
     def test_a_scan_does_not_wash_out_what_was_used_twice(self) -> None:
@@ -192,15 +147,3 @@ class TestARC:
         assert policy.evict(1) == [3]
         policy.use([3], keys(3, 1), 4.0)
         assert policy.evict(1) == [1], "the block used once is within its larger share"
-
-    def test_no_more_is_taken_of_what_was_used_once_than_is_beyond_its_share(self) -> None:
-        policy = ARC(6)
-        for now in (1.0, 2.0):
-            policy.use([0, 1], keys(0, 2), now)
-        for slot in (2, 3, 4):
-            policy.use([slot], keys(slot, 1), 3.0)
-        assert policy.evict(1) == [2]
-        policy.use([2], keys(2, 1), 4.0)
-        assert policy._ghosts.length(1) == 0, "it has come back"
-        policy.use([5], keys(5, 1), 5.0)
-        assert policy.evict(6) == [3, 4, 1, 0, 2, 5]

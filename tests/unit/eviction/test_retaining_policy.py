@@ -24,16 +24,6 @@ def filled(name: str, retained: set[int]) -> RetainingPolicy:
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_retained_blocks_go_last(name: str) -> None:
-    policy = filled(name, {0, 1, 2})
-    assert not set(policy.victims(SLOTS - 3)) & {0, 1, 2}
-    assert len(policy) == SLOTS
-    assert not set(policy.evict(SLOTS - 3)) & {0, 1, 2}
-    assert set(policy.evict(SLOTS)) == {0, 1, 2}, "there is nothing else"
-    assert len(policy) == 0
-
-
-@pytest.mark.parametrize("name", policy_names())
 def test_each_is_met_once(name: str) -> None:
     retained = set(range(6))
     policy = filled(name, retained)

@@ -115,34 +115,28 @@ every_way = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("count", [BATCH - 1, BATCH + 1])
+def all_but(stranger: Any) -> list[Any]:
+    """One of them such as what a handler looks up for an error that it does not know."""
+    return [Outcome.OK, stranger, *[Outcome.OK] * (BATCH - 2)]
+
+
+@pytest.mark.parametrize(
+    ("says", "problem"),
+    [
+        ([Outcome.OK] * (BATCH - 1), f"{BATCH - 1} outcomes for {BATCH} blocks"),
+        ([Outcome.OK] * (BATCH + 1), f"{BATCH + 1} outcomes for {BATCH} blocks"),
+        *[(all_but(each), f"said {each!r} of a block") for each in (None, True, "ok")],
+    ],
+)
 @every_way
-def test_a_handler_that_miscounts_fails_its_batch_and_no_other_block(
-    source: int, target: int, halfway: bool, count: int
+def test_a_handler_that_answers_nonsense_fails_its_batch_and_no_other_block(
+    source: int, target: int, halfway: bool, says: list[Any], problem: str
 ) -> None:
     batch = batch_from(source, target)
     if halfway:
         batch.arrived = True
         batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
-    miscounting = Scripted([Outcome.OK] * count)
-    carrier = BatchCarrier([Host(), miscounting, miscounting], NAMESPACE)
-    with pytest.raises(ValueError, match=f"{count} outcomes for {BATCH} blocks"):
-        carrier.carry(batch)
-    assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS
-
-
-@pytest.mark.parametrize("stranger", [None, True, "ok"])
-@every_way
-def test_a_handler_whose_word_is_no_outcome_fails_its_batch_and_no_other_block(
-    source: int, target: int, halfway: bool, stranger: Any
-) -> None:
-    """Such as what it looks up for an error of its medium that it does not know."""
-    batch = batch_from(source, target)
-    if halfway:
-        batch.arrived = True
-        batch.job.outcomes[:BATCH] = [Outcome.OK] * BATCH
-    odd = Scripted([Outcome.OK, stranger, *[Outcome.OK] * (BATCH - 2)])
-    carrier = BatchCarrier([Host(), odd, odd], NAMESPACE)
-    with pytest.raises(ValueError, match=f"said {stranger!r} of a block"):
-        carrier.carry(batch)
+    odd = Scripted(says)
+    with pytest.raises(ValueError, match=problem):
+        BatchCarrier([Host(), odd, odd], NAMESPACE).carry(batch)
     assert batch.job.outcomes == [Outcome.IO_ERROR] * BLOCKS

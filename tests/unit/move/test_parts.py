@@ -92,16 +92,6 @@ class TestLane:
         assert second is not None
         assert second.job is staged
 
-    def test_a_late_job_is_given_out_whole_with_its_verdict(self) -> None:
-        lane = make_lane(StagingPool(4096))
-        job = TransferJob(make_transfer(20), (1,), 8, 0.0)
-        lane.add(job)
-        batch = lane.take(1000.0)
-        assert batch is not None
-        assert (batch.stop, batch.verdict) == (20, Outcome.TIMEOUT)
-        assert lane.take(1000.0) is None
-        assert job.outcomes == [Outcome.TIMEOUT] * 20
-
 
 def test_a_batch_knows_what_has_come_through() -> None:
     job = TransferJob(make_transfer(6), (1,), 8, 0.0)
@@ -132,17 +122,6 @@ def test_busy_time_is_counted_once_however_many_threads_are_busy() -> None:
 
 
 class TestBooks:
-    def test_stores_wait_behind_loads_and_never_crowd_them_out(self) -> None:
-        books = TransferCounts([True, False], [0, 10])
-        assert books.admit(make_transfer(6, source=0, target=1))
-        assert books.admit(make_transfer(10))
-        assert not books.admit(make_transfer(1))
-        assert not books.admit(make_transfer(1, source=0, target=1))
-        assert books.stats().in_flight_blocks == 16
-
-    def test_no_bounds_no_refusals(self) -> None:
-        assert TransferCounts([True, False], None).admit(make_transfer(10_000))
-
     def test_a_relay_takes_room_at_both_ends_until_it_ends(self) -> None:
         books = TransferCounts([True, False, False], [0, 10, 5])
         assert not books.admit(make_transfer(6, source=1, target=2))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 from support.scheduler.asking import (
     CHUNK,
     FULL,
-    SLOT,
     STATE,
-    TWO_GROUPS,
     WINDOW,
     Asking,
     manager,
@@ -25,7 +22,6 @@ from support.scheduler.asking import (
 
 from kvtier import Stack
 from kvtier.chain.hits import Shape
-from kvtier.settings import ByteSize
 from kvtier.types import BlockKey, Presence
 from kvtier.vllm.hints import (
     ACTIONS_MAX,
@@ -172,39 +168,10 @@ def test_whatever_is_sent_raises_nothing(parameters: Any, type: str, payload: An
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
-    stacks: list[Stack] = []
-
-    def open_it(slots: int = 33, write: str = "never") -> Stack:
-        (tmp_path / "host").mkdir(exist_ok=True)
-        host = {
-            "kind": "cpu",
-            "path": str(tmp_path / "host"),
-            "capacity": str(ByteSize(slots * SLOT)),
-            "eviction": "lru",
-        }
-        disk = {
-            "kind": "nvme",
-            "path": str(tmp_path / "nvme"),
-            "capacity": "16MiB",
-            "free_floor": 0,
-            "write": write,
-        }
-        config = {
-            "version": 1,
-            "name": "unit",
-            "mover": {"mode": "threads"},
-            "prefetch": {"memory": 0.5, "warmup_share": 0},
-            "retain": {"share": 0.5},
-            "tiers": [host, disk],
-        }
-        stack = Stack.open(config, TWO_GROUPS, serving=True)
-        stacks.append(stack)
-        return stack
-
-    yield open_it
-    for stack in stacks:
-        stack.close()
+def opened(open_stack: Callable[..., Stack]) -> Callable[..., Stack]:
+    """By default nothing goes down, so that what host memory does not retain is gone."""
+    more = {"write": "never", "eviction": "lru", "retain": {"share": 0.5}}
+    return lambda **other: open_stack(33, **(more | other))
 
 
 def serve(asking: Asking, request: str, ends: dict[bytes, int], **said: Any) -> None:

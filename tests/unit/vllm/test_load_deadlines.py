@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from support.scheduler.asking import (
 
 from kvtier import Stack
 from kvtier.chain.hits import Shape
-from kvtier.chain.ledger import Ticket
 from kvtier.chain.queries import Query
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import GRACE_S
@@ -330,13 +328,6 @@ def test_nobody_joins_a_load_that_hangs(
     gate.open.set()
     assert desk.stack.settle()
     assert desk.hit("c", ends, tokens) == 4 * CHUNK
-
-
-def test_a_load_is_due_when_the_last_of_its_moves_is() -> None:
-    ticket = Ticket("a", 0.0)
-    assert ticket.due == 0.0
-    ticket.moves = [SimpleNamespace(due=due) for due in (5.0, 9.0, 7.0)]  # type: ignore[misc]
-    assert ticket.due == 9.0
 
 
 def test_one_that_was_to_take_long_has_longer() -> None:

@@ -38,7 +38,8 @@ def test_what_one_engine_answers_the_other_understands() -> None:
     assert told == {"do_remote_prefill": True, "do_remote_decode": False}
     assert is_handed_over(told)
     assert handover_answer(told) is None
-    for said in (None, "do_remote_decode", ["do_remote_prefill"], {"do_remote_prefill": "yes"}, {}):
+    words: list[object] = [None, 5, "do_remote_decode", ["do_remote_prefill"]]
+    for said in (*words, {}, {1: 2}, {"do_remote_prefill": "yes"}, {"do_remote_prefill": 1}):
         assert handover_answer(said) is None
         assert not is_handed_over(said)
 

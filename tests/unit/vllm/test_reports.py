@@ -281,19 +281,6 @@ def test_the_chain_is_told_where_the_engines_own_blocks_end(
     assert asked == [(4, CHUNK, 2 * CHUNK)]
 
 
-def test_the_engines_steps_tell_how_fast_it_computes(stack: Stack) -> None:
-    now = [10.0]
-    costs = CostModel(clock=lambda: now[0])
-    managed = AddingManager(stack, region="region", ranks=1, costs=costs, clock=lambda: now[0])
-    managed.step_began(1024, 0)
-    now[0] += 2.0
-    managed.load.pace.ended()
-    assert costs.recompute_seconds(0, 1024) == pytest.approx(2.0, rel=0.2)
-    without = AddingManager(stack, region="region", ranks=1)
-    without.step_began(1024, 0)
-    without.load.pace.ended()
-
-
 def test_whoever_ends_a_step_learns_what_has_landed(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,14 +323,6 @@ def test_a_single_group_grows_as_it_is_given() -> None:
     keys = make_keys(3)
     state.arrange({0: FULL}, {key: (at + 1) * CHUNK for at, key in enumerate(keys)}, b"")
     assert state.as_it_grows(keys[::-1]) == keys[::-1]
-
-
-@pytest.mark.parametrize("end", [CHUNK + 1, 2 * CHUNK - 1, 3 * CHUNK])
-def test_what_does_not_end_with_its_chunk_is_left_out(end: int) -> None:
-    first, odd = make_keys(2)
-    state = RequestState()
-    state.arrange({0: FULL}, {first: CHUNK, odd: end}, b"")
-    assert [column.asked for column in state.columns] == [[first]]
 
 
 def test_groups_that_are_not_kept_are_left_out() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm import deferrals
 from kvtier.vllm.settings import read_flag, read_stack, unread, whole_number
 
 
@@ -68,9 +67,3 @@ def test_what_should_be_a_number_is_named() -> None:
     for wrong in ("many", None, [2]):
         with pytest.raises(ConfigError, match=r"blocks_per_chunk: is .*whole number"):
             whole_number({"blocks_per_chunk": wrong}, "blocks_per_chunk")
-
-
-@pytest.mark.parametrize("said", [None, "text", 5, [], {}, {"do_remote_prefill": 1}, {1: 2}])
-def test_whatever_a_client_sends_hands_nothing_over(said: object) -> None:
-    assert not deferrals.is_handed_over(said)
-    assert deferrals.handover_answer(said) is None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from support.scheduler.asking import (
     CHUNK,
     FULL,
-    SLOT,
     STATE,
-    TWO_GROUPS,
     WINDOW,
     Asking,
     costs_of,
@@ -21,44 +18,8 @@ from support.scheduler.asking import (
 
 from kvtier import Stack
 from kvtier.chain.hits import Shape
-from kvtier.settings import ByteSize
 from kvtier.types import BlockKey, Presence
 from kvtier.vllm.waiting_prefetches import LOOK_AGAIN_S, NEW_LOOKS, Waits
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
-    """Opens a stack of host memory and a disk, whose chain prefetches as an engine's does."""
-    stacks: list[Stack] = []
-
-    def open_it(slots: int = 32) -> Stack:
-        (tmp_path / "host").mkdir()
-        host = {
-            "kind": "cpu",
-            "path": str(tmp_path / "host"),
-            "capacity": str(ByteSize(slots * SLOT)),
-        }
-        disk = {
-            "kind": "nvme",
-            "path": str(tmp_path / "nvme"),
-            "capacity": "16MiB",
-            "free_floor": 0,
-        }
-        prefetch = {"memory": 0.5, "warmup_share": 0}
-        config = {
-            "version": 1,
-            "name": "unit",
-            "mover": {"mode": "threads"},
-            "prefetch": prefetch,
-            "tiers": [host, disk],
-        }
-        stack = Stack.open(config, TWO_GROUPS, serving=True)
-        stacks.append(stack)
-        return stack
-
-    yield open_it
-    for stack in stacks:
-        stack.close()
 
 
 def came(
@@ -90,9 +51,9 @@ def here(stack: Stack, ends: dict[bytes, int]) -> int:
     [((FULL,), 6), ((FULL, WINDOW), 6 + 2), ((FULL, STATE), 6 + 1)],
 )
 def test_what_its_load_will_take_comes_while_it_waits(
-    opened: Callable[..., Stack], shapes: tuple[Shape, ...], needed: int
+    open_stack: Callable[..., Stack], shapes: tuple[Shape, ...], needed: int
 ) -> None:
-    stack = opened()
+    stack = open_stack()
     asking = manager(stack, *shapes)
     ends = asking.keys(6)
     on_disk(stack, ends)
@@ -112,10 +73,10 @@ def test_what_its_load_will_take_comes_while_it_waits(
     assert worker_job.number
 
 
-def test_what_becomes_known_while_it_waits_comes_too(opened: Callable[..., Stack]) -> None:
+def test_what_becomes_known_while_it_waits_comes_too(open_stack: Callable[..., Stack]) -> None:
     """As of a neighbour, whose table is read a moment later."""
     now = [0.0]
-    stack = opened()
+    stack = open_stack()
     asking = manager(stack, FULL, clock=lambda: now[0])
     ends = asking.keys(6)
     first, later = list(ends)[:2], list(ends)[2:]
@@ -135,8 +96,8 @@ def test_what_becomes_known_while_it_waits_comes_too(opened: Callable[..., Stack
     assert here(stack, ends) == 6
 
 
-def test_the_next_turn_is_prefetched_first(opened: Callable[..., Stack]) -> None:
-    stack = opened(slots=17)  # one of them for its table: and so 8 blocks at most
+def test_the_next_turn_is_prefetched_first(open_stack: Callable[..., Stack]) -> None:
+    stack = open_stack(slots=17)  # one of them for its table: and so 8 blocks at most
     asking = manager(stack, FULL)
     prompts = [asking.keys(6, first=first) for first in (0, 6, 12)]
     on_disk(stack, *prompts)
@@ -152,8 +113,8 @@ def test_the_next_turn_is_prefetched_first(opened: Callable[..., Stack]) -> None
     assert here(stack, prompts[2]) > 2
 
 
-def test_what_the_engine_itself_has_is_left_where_it_is(opened: Callable[..., Stack]) -> None:
-    stack = opened()
+def test_what_the_engine_itself_has_is_left_where_it_is(open_stack: Callable[..., Stack]) -> None:
+    stack = open_stack()
     asking = manager(stack, FULL)
     ends = asking.keys(6)
     on_disk(stack, ends)
@@ -163,8 +124,10 @@ def test_what_the_engine_itself_has_is_left_where_it_is(opened: Callable[..., St
     assert here(stack, ends) == 2
 
 
-def test_one_that_is_served_at_once_has_nothing_prefetched(opened: Callable[..., Stack]) -> None:
-    stack = opened()
+def test_one_that_is_served_at_once_has_nothing_prefetched(
+    open_stack: Callable[..., Stack],
+) -> None:
+    stack = open_stack()
     asking = manager(stack, FULL)
     ends = asking.keys(6)
     on_disk(stack, ends)
@@ -175,8 +138,8 @@ def test_one_that_is_served_at_once_has_nothing_prefetched(opened: Callable[...,
     assert not stack.chain.has_pending_work
 
 
-def test_nothing_is_prefetched_that_is_computed_sooner(opened: Callable[..., Stack]) -> None:
-    stack, now = opened(), [100.0]
+def test_nothing_is_prefetched_that_is_computed_sooner(open_stack: Callable[..., Stack]) -> None:
+    stack, now = open_stack(), [100.0]
     costs = costs_of(now)
     stack.chain._context.costs = costs
     asking = manager(stack, FULL, costs=costs, clock=lambda: now[0])
@@ -201,8 +164,8 @@ def test_nothing_is_prefetched_that_is_computed_sooner(opened: Callable[..., Sta
     assert here(stack, prompts[1]) == 4
 
 
-def test_a_step_looks_at_few_that_are_new(opened: Callable[..., Stack]) -> None:
-    stack = opened()
+def test_a_step_looks_at_few_that_are_new(open_stack: Callable[..., Stack]) -> None:
+    stack = open_stack()
     asking = manager(stack, FULL)
     prompts = [asking.keys(1, first=first) for first in range(NEW_LOOKS + 2)]
     on_disk(stack, *prompts)
@@ -216,8 +179,8 @@ def test_a_step_looks_at_few_that_are_new(opened: Callable[..., Stack]) -> None:
     assert sum(here(stack, ends) for ends in prompts) == NEW_LOOKS + 2
 
 
-def test_after_a_reset_nothing_is_looked_for(opened: Callable[..., Stack]) -> None:
-    stack = opened()
+def test_after_a_reset_nothing_is_looked_for(open_stack: Callable[..., Stack]) -> None:
+    stack = open_stack()
     asking = manager(stack, FULL)
     ends = asking.keys(6)
     on_disk(stack, ends)
@@ -230,8 +193,10 @@ def test_after_a_reset_nothing_is_looked_for(opened: Callable[..., Stack]) -> No
     assert not stack.chain.has_pending_work
 
 
-def test_a_storm_of_aborted_requests_leaves_nothing_behind(opened: Callable[..., Stack]) -> None:
-    stack = opened()
+def test_a_storm_of_aborted_requests_leaves_nothing_behind(
+    open_stack: Callable[..., Stack],
+) -> None:
+    stack = open_stack()
     asking = manager(stack, FULL)
     prompts = [asking.keys(4, first=first) for first in range(0, 80, 4)]
     on_disk(stack, *prompts)
