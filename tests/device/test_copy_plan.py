@@ -64,18 +64,6 @@ def test_rows_cover_the_job_and_know_what_is_whole(data: st.DataObject) -> None:
         assert seen[index] == refs * (ids >= 0).sum()
 
 
-def test_what_lies_together_is_one_copy() -> None:
-    """Neighbouring blocks of a layer, or the layers of a block."""
-    apart = tuple(DeviceTensor(layer * 10_000, 8, 100, 100) for layer in range(3))
-    groups = (tuple(PageRef(layer, 100) for layer in range(3)),)
-    blocks = DeviceBlocks(np.arange(4), [4], [0])
-    copies = planned(DeviceLayout(apart, groups, blocks_per_chunk=4), blocks)
-    assert [size for _, _, size in copies] == [400, 400, 400]
-    packed = tuple(DeviceTensor(layer * 100, 8, 300, 100) for layer in range(3))
-    copies = planned(DeviceLayout(packed, groups), DeviceBlocks(np.array([5, 2]), [2], [0]))
-    assert [(device, size) for device, _, size in copies] == [(1500, 300), (600, 300)]
-
-
 def test_a_block_must_be_there_in_every_tensor() -> None:
     layout = DeviceLayout(
         (DeviceTensor(0, 4, 8, 8), DeviceTensor(64, 2, 8, 8)), ((PageRef(0, 8),), (PageRef(1, 8),))

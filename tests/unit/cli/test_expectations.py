@@ -1,21 +1,16 @@
-"""Numbers, plots, the shape of a model's KV cache, and the simulation of a stack."""
+"""Numbers, plots, and the shape of a model's KV cache."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.eviction.replay import replay
 from kvtier import amounts
 from kvtier.cli.expectations import read_shape, shape_of
-from kvtier.cli.trace_simulation import Request, TierPlan, simulate
 from kvtier.errors import ConfigError
-from kvtier.eviction import create_policy
-from kvtier.settings import Admission, WritePolicy
 
 
 class TestAmounts:
@@ -219,70 +214,3 @@ class TestShapes:
                 read_shape(tmp_path)
         with pytest.raises(ConfigError, match="cannot be read"):
             read_shape(tmp_path / "none")
-
-
-def trace(seed: int, count: int = 400) -> list[Request]:
-    """Conversations that go on, among others that do not come back."""
-    chance = random.Random(seed)
-    talks: list[list[int]] = []
-    fresh = iter(range(1, 1 << 20))
-    requests = []
-    for number in range(count):
-        if talks and chance.random() < 0.6:
-            talk = chance.choice(talks[-30:])
-        else:
-            talk = [0]
-            talks.append(talk)
-        talk += [next(fresh) for _ in range(chance.randint(1, 6))]
-        requests.append(Request(float(number), tuple(talk)))
-    return requests
-
-
-def tier(blocks: int, **more: Any) -> TierPlan:
-    values = {"write": WritePolicy.THROUGH, "admission": Admission.ALWAYS, "eviction": "lru"}
-    return TierPlan(kind="t", blocks=blocks, **(values | more))
-
-
-class TestSimulation:
-    @pytest.mark.parametrize("blocks", [50, 300, 100_000])
-    def test_one_tier_is_what_a_replay_says(self, blocks: int) -> None:
-        requests = trace(1)
-        found = simulate(requests, [tier(blocks)])
-        expected = replay(requests, create_policy("lru"), blocks)
-        assert (found.references, found.hits) == (expected.references, expected.hits)
-        assert found.tiers[0].evicted == expected.evictions
-
-    @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
-    @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.ON_EVICT])
-    def test_a_second_tier_only_adds_hits(self, eviction: str, write: WritePolicy) -> None:
-        requests = trace(2)
-        host = tier(60, eviction=eviction)
-        alone = simulate(requests, [host])
-        both = simulate(requests, [host, tier(600, eviction=eviction, write=write)])
-        assert both.hits > alone.hits
-        assert both.hits == sum(each.hits for each in both.tiers)
-        assert both.tiers[0].written == alone.tiers[0].written
-
-    def test_a_tier_that_is_only_read_gives_nothing(self) -> None:
-        found = simulate(trace(3), [tier(60), tier(600, write=WritePolicy.NEVER)])
-        assert (found.tiers[1].hits, found.tiers[1].written) == (0, 0)
-
-    def test_a_second_touch_writes_less(self) -> None:
-        requests = trace(4)
-        always = simulate(requests, [tier(60), tier(600)])
-        second = simulate(requests, [tier(60), tier(600, admission=Admission.SECOND_TOUCH)])
-        assert 0 < second.tiers[1].written < always.tiers[1].written
-
-    def test_all_that_can_hit_does_where_there_is_room(self) -> None:
-        requests = trace(5)
-        seen: set[int] = set()
-        possible = 0
-        for request in requests:
-            possible += sum(block in seen for block in request.blocks)
-            seen.update(request.blocks)
-        assert simulate(requests, [tier(len(seen))]).hits == possible
-
-    def test_more_room_never_hurts_with_lru(self) -> None:
-        requests = trace(6)
-        hits = [simulate(requests, [tier(size), tier(4 * size)]).hits for size in (20, 80, 320)]
-        assert hits == sorted(hits)

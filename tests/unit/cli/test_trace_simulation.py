@@ -111,6 +111,7 @@ def slowly(requests: Sequence[Request], plans: Sequence[TierPlan]) -> list[Count
 def counts(requests: Sequence[Request], plans: Sequence[TierPlan]) -> list[Counts]:
     found = simulate(requests, plans)
     assert found.references == sum(len(request.blocks) for request in requests)
+    assert found.hits == sum(tier.hits for tier in found.tiers)
     return [Counts(tier.hits, tier.written, tier.evicted) for tier in found.tiers]
 
 
