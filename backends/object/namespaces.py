@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from kvtier.backends.object.object_names import (
     NAMESPACE_CHARS,
-    OLD_CLAIMS,
     SERVERS,
     described_namespace,
     description_name,
@@ -40,8 +39,6 @@ class Descriptions:
         self._bytes: dict[str, int] = defaultdict(int)
         self._in_use: set[str] = set()
         """Namespaces with blocks, or with something that this kvtier does not know."""
-        self.old_claims: list[ObjectInfo] = []
-        """Those of the first alpha, which nobody reads any more."""
 
     def add_block(self, namespace: str) -> None:
         self._in_use.add(namespace)
@@ -52,8 +49,6 @@ class Descriptions:
         if namespace is None:
             if info.name[NAMESPACE_CHARS : NAMESPACE_CHARS + 1] == "/":
                 self._in_use.add(info.name[:NAMESPACE_CHARS])
-        elif info.name.startswith(OLD_CLAIMS):
-            self.old_claims.append(info)
         else:
             self._bytes[namespace] += info.size
             check_namespaces(self._bytes)
@@ -105,10 +100,3 @@ def remove(store: Store, namespace: str, now_s: float) -> bool:
         return False
     failed: dict[str, StoreError] = dict(store.delete(found[:-1]))
     return not failed and not store.delete(found[-1:])
-
-
-def remove_old_claims(store: Store, claims: list[ObjectInfo], now_s: float) -> None:
-    """Delete claims of the first alpha that no server of that version renews any more."""
-    old = [info.name for info in claims if now_s - info.modified_s >= GRACE_S]
-    if old:
-        store.delete(old)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.object.inspection.checks import check_store
-from kvtier.backends.object.inspection.copies import ManifestSource, ObjectFilling, find_unrecorded
+from kvtier.backends.object.inspection.copies import ManifestSource, ObjectFilling
 from kvtier.backends.object.inspection.garbage import find_garbage
 from kvtier.backends.object.inspection.proofs import StoreProver
 from kvtier.backends.object.inspection.store_access import (
@@ -41,7 +41,6 @@ from kvtier.inspect import (
 )
 from kvtier.inspect.contents import standing
 from kvtier.inspect.filling import TAKE_ALL, TierOpener
-from kvtier.record.record import record_bytes
 from kvtier.system.disk import Disk
 from kvtier.types import Namespace
 
@@ -170,26 +169,6 @@ class ObjectInspector(Inspector[ObjectSettings]):
                 waits=self.folder() is None,
             )
         ]
-
-    def complete(self, namespace: str, room: int) -> None:
-        found, survey = self.contents, self._survey
-        parts = [part for part in found.parts if part.namespace.startswith(namespace)]
-        sizes = [record_bytes(found.namespaces[part.namespace].payload_bytes) for part in parts]
-        if sum(part.blocks * size for part, size in zip(parts, sizes, strict=True)) >= room:
-            return
-        with opened_store(self.settings) as store:
-            for part in parts:
-                described = found.namespaces[part.namespace]
-                entries = find_unrecorded(store, described, found.where, self.reporter)
-                if not len(entries):
-                    continue
-                self.reporter.warn(
-                    f"{len(entries)} blocks of the namespace {part.namespace[:12]} are in "
-                    f"{found.where}, and nothing written down there tells of them: who stored them "
-                    "was cut off, or is about to say so; a listing has found them, and they are "
-                    "copied, too"
-                )
-                survey.add(store, part, entries)
 
     def filling(self) -> ObjectFilling:
         return ObjectFilling(self.opener, self.settings, self.context, self.capacity())

@@ -26,7 +26,7 @@ from kvtier.backends.object.object_names import (
 )
 from kvtier.backends.object.settings import ObjectSettings, open_for, parse_url
 from kvtier.backends.object.stores.errors import StoreError, TransientError
-from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.stores.store import DELETES_MAX, Store
 from kvtier.errors import MediumError
 from kvtier.inspect import Reporter
 
@@ -134,7 +134,7 @@ def _delete_below(
             found = others = 0
             kept: StoreError | None = None
             listed = (info.name for info in store.list(prefix) if info.name != last)
-            while some := list(islice(listed, store.deletes_at_once)):
+            while some := list(islice(listed, DELETES_MAX)):
                 names = [name for name in some if goes(name)]
                 kept = _why(store.delete(names)) or kept
                 found += len(names)

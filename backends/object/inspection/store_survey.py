@@ -69,17 +69,6 @@ class StoreSurvey:
         else:
             self._name(store)
 
-    def add(self, store: Store, part: Part, entries: Entries) -> None:
-        """More blocks of a namespace than its manifests name."""
-        name, times = part.namespace, entries["time_us"] / 1e6
-        every = np.concatenate([self.manifests[name], entries])
-        self.manifests[name] = every
-        if name in self.uses:
-            self.uses[name] = count_uses(store, name, every)
-        part.blocks += len(entries)
-        part.bytes += int(entries["size"].sum())
-        part.add_times(float(times.min()), float(times.max()))
-
     def _part(self, namespace: str) -> Part:
         return Part(tier=self._tier, kind=self._kind, namespace=namespace, in_use=None)
 

@@ -46,8 +46,6 @@ _REPEATS_MAX = 16
 _SOON_S = 0.1
 _FEW = 4
 """So few objects are deleted one by one: whether the store knows bulk deletes does not matter."""
-_SINGLE_BATCH = 32
-"""Few enough to end soon: between batches the caretaker confirms its lease."""
 
 
 class _Clients(NamedTuple):
@@ -68,8 +66,6 @@ class BucketStore(Store):
         self._settings = settings
         self._timeouts = settings.timeouts
         self._conditional = settings.conditional_put
-        self._takes_bulk: bool | None = None
-        """Whether the store knows bulk deletes; None if that is not known yet."""
         self._lock = threading.Lock()
         self._calls = AbandonableCalls("kvtier-store", 4 * settings.connections)
         self._obstore = obstore_module("obstore")
@@ -292,17 +288,13 @@ class BucketStore(Store):
     ) -> Mapping[str, errors.StoreError]:
         names = [check_name(name) for name in names]
         end = self._end(deadline)
-        if len(names) <= _FEW or self._takes_bulk is False:
-            return self._delete_singly(names, end)
-        try:
-            gone = self._call("a bulk delete", functools.partial(self._delete_bulk, names), end)
-        except (errors.WrongEndpoint, errors.ObjectTooLarge) as error:
-            singly = self._delete_singly(names, end)
-            if len(singly) < len(names):
-                self._note_refusal(error)
-            return singly
-        self._takes_bulk = True
-        return {} if gone else self._delete_singly(names, end)
+        with contextlib.suppress(errors.WrongEndpoint, errors.ObjectTooLarge):  # none are known
+            if len(names) > _FEW and self._call(
+                "a bulk delete", functools.partial(self._delete_bulk, names), end
+            ):
+                return {}
+        failed = in_parallel(lambda name: self._delete_one(name, end), names)
+        return {name: error for name, error in zip(names, failed, strict=True) if error is not None}
 
     def _delete_bulk(self, names: Sequence[str], clients: _Clients) -> bool:
         """Whether all are deleted. obstore names the first that is not, and the others may be."""
@@ -313,10 +305,6 @@ class BucketStore(Store):
                 raise
             return False
         return True
-
-    def _delete_singly(self, names: Sequence[str], end: float) -> Mapping[str, errors.StoreError]:
-        failed = in_parallel(lambda name: self._delete_one(name, end), names)
-        return {name: error for name, error in zip(names, failed, strict=True) if error is not None}
 
     def _delete_one(self, name: str, end: float) -> errors.StoreError | None:
         """Why the store would not delete this object. Raises StoreError if the reason is not about
@@ -335,19 +323,6 @@ class BucketStore(Store):
                 raise
             return error
         return None
-
-    def _note_refusal(self, refusal: errors.StoreError) -> None:
-        """A store that took bulk deletes before is tried once more: a proxy may have answered in
-        its place."""
-        with self._lock:
-            before = self._takes_bulk
-            self._takes_bulk = None if before else False
-        if before is None:
-            _log_once(str(refusal).partition(": ")[0])
-
-    @property
-    def deletes_at_once(self) -> int:
-        return _PAGE if self._takes_bulk else _SINGLE_BATCH
 
     def close(self) -> None:
         self._calls.close()
@@ -371,8 +346,3 @@ def _scatter(body: Any, into: Sequence[Buffer]) -> None:
 def _seconds(when: datetime | None) -> float:
     """Seconds since the epoch; 0 if the server gives no date."""
     return when.timestamp() if when is not None else 0.0
-
-
-@functools.lru_cache  # a tier has several clients of one store
-def _log_once(refusal: str) -> None:
-    _log.warning("%s to a bulk delete: objects are deleted one by one", refusal)

@@ -42,8 +42,6 @@ from kvtier.system.disk import Disk, read_all, write_all
 
 _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
-_DELETES_AT_ONCE = 32
-"""Few enough to end soon on a network file system: the caretaker confirms its lease in between."""
 _ATTEMPTS = 8
 _SCANS_MAX = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -260,10 +258,6 @@ class FileStore(Store):
                 failed[name] = error
         self._device()
         return failed
-
-    @property
-    def deletes_at_once(self) -> int:
-        return _DELETES_AT_ONCE
 
     def _prune(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # not empty, or already gone: both are fine

@@ -35,6 +35,9 @@ _SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
 _PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
 NAME_CHARS_MAX = 700
+DELETES_MAX = 256
+"""Names in one call of `delete`: few enough to end soon, also where they go one by one. Between
+batches the caretaker confirms its lease."""
 OBJECT_BYTES_MAX = (1 << 63) - 1
 LISTED_MAX = 1 << 25
 """The longest listing, so that one without an end is ended, too. The manifests of a namespace can
@@ -128,11 +131,6 @@ class Store(ABC):
         """Delete these objects; returns those that could not be deleted. One that is not there
         counts as deleted."""
 
-    @property
-    def deletes_at_once(self) -> int:
-        """How many names one call of `delete` should have, to end soon: see `delete_batches`."""
-        return 1000
-
     def sweep(self, older_than_s: float) -> Iterator[int]:
         """Remove what dead writers left unfinished, if it is that old. Yields how much that was,
         folder by folder. A bucket has nothing unfinished."""
@@ -159,15 +157,6 @@ def check_prefix(prefix: str) -> str:
 def is_name(name: str) -> bool:
     """Whether kvtier could have written an object of this name."""
     return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
-
-
-def delete_batches(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`names` in batches of the size that the store is known to take by then."""
-    start = 0
-    while start < len(names):
-        some = names[start : start + store.deletes_at_once]
-        start += len(some)
-        yield some
 
 
 def in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
