@@ -196,9 +196,7 @@ class Caretaker:
             self._publish()
         with suppress(StoreFull):
             self._record_late()
-        for namespace, journal in self._journals.items():
-            if journal.worth_joining():
-                self._join(namespace)
+        self._join_manifests()
         self._own_has_all = self.alone
         return self.report
 
@@ -507,8 +505,7 @@ class Caretaker:
                     int((begun_s - self._limits.remembered_s) * 1e6)
                 )
             journal.drop_damaged()
-            if journal.worth_joining():
-                self._join(namespace)
+        self._join_manifests()
         self._sweep(found.descriptions)
         for _ in self._store.sweep(_CRASHED_S):
             self._yield()
@@ -535,9 +532,11 @@ class Caretaker:
             self._read(namespace)
         return self._indexes[namespace]
 
-    def _join(self, namespace: str) -> None:
-        self._lease.confirm()
-        self._journals[namespace].join(self._indexes[namespace].entries)
+    def _join_manifests(self) -> None:
+        for namespace, journal in self._journals.items():
+            if journal.worth_joining():
+                self._lease.confirm()
+                journal.join(self._indexes[namespace].entries)
 
 
 def fair_share(free: int, granted: Sequence[int]) -> int:

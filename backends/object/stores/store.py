@@ -26,6 +26,9 @@ from kvtier.backends.object.stores.errors import (
 from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 
 Buffer = memoryview
+Buffers = Sequence[Buffer]
+Deadline = float | None
+"""In seconds of `time.monotonic`."""
 _Listed = TypeVar("_Listed")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -78,12 +81,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
+        self, name: str, buffers: Buffers, *, if_absent: bool = False, deadline: Deadline = None
     ) -> PutOutcome:
         """Write one object that consists of these buffers, one after the other.
 
@@ -95,12 +93,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
+        self, name: str, into: Buffers, *, offset: int | None = None, deadline: Deadline = None
     ) -> int | None:
         """Read an object into these buffers, one after the other, without a copy. Returns how many
         bytes were read, None if there is no such object.
@@ -111,12 +104,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+    def head(self, name: str, *, deadline: Deadline = None) -> ObjectInfo | None:
         """Size and age of one object, None if there is none. To ask for many names, use `list`."""
 
     @abstractmethod
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
     ) -> Iterator[ObjectInfo]:
         """Objects whose name starts with `prefix` and sorts after `after`, in order of names.
 
@@ -126,7 +119,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
+        self, names: Sequence[str], *, deadline: Deadline = None
     ) -> Mapping[str, StoreError]:
         """Delete these objects; returns those that could not be deleted. One that is not there
         counts as deleted."""
@@ -200,7 +193,7 @@ def read_description(store: Store, namespace: str) -> Namespace | None:
     return found if found.id == namespace else None
 
 
-def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
+def first_bytes(buffers: Buffers, count: int) -> list[Buffer]:
     """The first `count` bytes of these buffers, which have at least that many."""
     found: list[Buffer] = []
     for view in buffers:

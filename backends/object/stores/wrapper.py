@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.store import (
     DELETES_MAX,
-    Buffer,
+    Buffers,
+    Deadline,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -26,44 +27,34 @@ class WrappedStore(Store):
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
+    def _call(self, call: Callable[[float | None], _T], deadline: Deadline) -> _T:
         """Make a call of the inner store, which takes a deadline."""
         return call(deadline)
 
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
     ) -> Iterator[ObjectInfo]:
         return self._inner.list(prefix, after=after, deadline=deadline)
 
     def put(
-        self,
-        name: str,
-        buffers: Sequence[Buffer],
-        *,
-        if_absent: bool = False,
-        deadline: float | None = None,
+        self, name: str, buffers: Buffers, *, if_absent: bool = False, deadline: Deadline = None
     ) -> PutOutcome:
         return self._call(
             lambda end: self._inner.put(name, buffers, if_absent=if_absent, deadline=end), deadline
         )
 
     def get(
-        self,
-        name: str,
-        into: Sequence[Buffer],
-        *,
-        offset: int | None = None,
-        deadline: float | None = None,
+        self, name: str, into: Buffers, *, offset: int | None = None, deadline: Deadline = None
     ) -> int | None:
         return self._call(
             lambda end: self._inner.get(name, into, offset=offset, deadline=end), deadline
         )
 
-    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
+    def head(self, name: str, *, deadline: Deadline = None) -> ObjectInfo | None:
         return self._call(lambda end: self._inner.head(name, deadline=end), deadline)
 
     def delete(
-        self, names: Sequence[str], *, deadline: float | None = None
+        self, names: Sequence[str], *, deadline: Deadline = None
     ) -> Mapping[str, StoreError]:
         """In batches, each with the time of one call: a million names take minutes."""
         failed: dict[str, StoreError] = {}
@@ -72,7 +63,7 @@ class WrappedStore(Store):
             failed |= self._call(functools.partial(self._delete, batch), deadline)
         return failed
 
-    def _delete(self, names: Sequence[str], deadline: float | None) -> Mapping[str, StoreError]:
+    def _delete(self, names: Sequence[str], deadline: Deadline) -> Mapping[str, StoreError]:
         return self._inner.delete(names, deadline=deadline)
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
@@ -106,17 +97,17 @@ class KeeperStore(WrappedStore):
         self._until = from_s
 
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
+        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
     ) -> Iterator[ObjectInfo]:
         for info in self._inner.list(prefix, after=after, deadline=self._bound(deadline)):
             if self._until != math.inf:
                 self._bound(deadline)
             yield info
 
-    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
+    def _call(self, call: Callable[[float | None], _T], deadline: Deadline) -> _T:
         return call(self._bound(deadline))
 
-    def _bound(self, deadline: float | None) -> float | None:
+    def _bound(self, deadline: Deadline) -> float | None:
         if self._until == math.inf:
             return deadline
         if time.monotonic() >= self._until:

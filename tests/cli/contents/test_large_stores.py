@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.object.inspection import inspector, proofs, store_access
+from kvtier.backends.object.inspection import copies, inspector, store_access
 from kvtier.backends.object.inspection.store_access import empty_store, remove_namespace
 from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.settings import ObjectSettings
@@ -85,7 +85,7 @@ def settings(stack_file: Path, tmp_path: Path) -> ObjectSettings:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     store = Counting(tmp_path / "store")
-    for module in (inspector, proofs, store_access):
+    for module in (inspector, copies, store_access):
         monkeypatch.setattr(module, "open_for", lambda settings: store)
     return store
 

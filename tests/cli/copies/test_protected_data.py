@@ -94,7 +94,7 @@ def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_pat
     places = look(config, 2)
     assert places[0].contents.parts[0].newest is not None
     places[0].contents.parts[0].newest = 1.0
-    places[0]._survey.served.clear()
+    places[0]._served.clear()
     idle = next(iter(gc.find_garbage(places, 3600.0)))
     assert "nobody used" in idle.what
     assert not idle.remove()

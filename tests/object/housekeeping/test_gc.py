@@ -13,7 +13,7 @@ from support.object.object_subjects import FOLDER
 
 from kvtier.backends.object import namespaces
 from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection import garbage as gc
+from kvtier.backends.object.inspection import store_access as gc
 from kvtier.backends.object.lease import LeaseLost
 from kvtier.backends.object.object_names import block_name, description_name, parse_block
 from kvtier.backends.object.stores.file_store import FileStore

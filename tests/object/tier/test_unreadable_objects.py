@@ -19,7 +19,7 @@ from support.object.object_servers import (
 )
 
 from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection import garbage as gc
+from kvtier.backends.object.inspection import store_access as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import ReadOnlyKeeper
 from kvtier.backends.object.manifests import ADDED, pack_entries

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
 from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection import garbage as gc
+from kvtier.backends.object.inspection import store_access as gc
 from kvtier.backends.object.lease import LeaseLost
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import record_bytes
