@@ -21,6 +21,7 @@ from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
 from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.inspection import store_access as gc
 from kvtier.backends.object.lease import LeaseLost
+from kvtier.backends.object.stores.errors import TransientError
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import record_bytes
 from kvtier.settings import Duration, TierSettings
@@ -93,10 +94,10 @@ def collect(settings: ObjectSettings, endpoint: str) -> None:
     store = open_for(settings)
     limits = Limits(settings.capacity.resolve(0), 0.05, 0.5, lease_s=lease_s(endpoint))
     while True:
-        with contextlib.suppress(LeaseLost):  # a writer is the caretaker
+        with contextlib.suppress(LeaseLost, TransientError):  # a writer is the caretaker
             gc.collect(store, limits)
         say("G", [])
-        time.sleep(0.02)
+        time.sleep(0.2)  # else it is the caretaker all the time
 
 
 def say(what: str, keys: list[BlockKey]) -> None:
