@@ -20,14 +20,13 @@ from kvtier.inspect.contents import (
     Reporter,
     Stored,
 )
-from kvtier.inspect.filling import CopyAudit, Filling, Source
+from kvtier.inspect.filling import Filling, Source
 from kvtier.inspect.inspector import Inspector, Proof, Prover, Verdict
 
 __all__ = [
     "Block",
     "Cleared",
     "Contents",
-    "CopyAudit",
     "Depth",
     "Filling",
     "Finding",

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from pathlib import Path
 
 from kvtier import amounts
-from kvtier.backends.object.inspection.store_access import local_folder, new_probe
+from kvtier.backends.object.inspection.store_access import new_probe
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
-from kvtier.backends.object.stores.store import PutOutcome, Store, is_name
+from kvtier.backends.object.stores.store import PutOutcome, Store
 from kvtier.inspect import Finding, Level
-from kvtier.settings import WHOSE, WritePolicy
+from kvtier.settings import WritePolicy
 
 _SKEW_S = 60.0
 _BODY = b"kvtier doctor"
 _MANY = 8
 """So many names are deleted by one request, which a store may refuse that deletes single ones."""
-_FOLDERS_MAX = 4096
-"""In so many folders it is tried: a store may have millions, each a moment's work for a network."""
 _WHERE = {
     "credentials": "they come from the environment, a profile or a role",
     "clock": "timedatectl says whether it is set by NTP",
@@ -33,7 +28,7 @@ _WHERE = {
 def check_store(area: str, settings: ObjectSettings) -> Iterator[Finding]:
     """List, put, conditional put, get and delete, with one small object that is removed again; of
     a store that is only read, list and get."""
-    folder = local_folder(settings.url)
+    folder = settings.folder
     if folder is not None and not folder.exists():
         yield Finding(area, Level.OK, f"{folder} will be made")
         return
@@ -56,10 +51,6 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
         yield listed
         return
     took = amounts.duration(time.perf_counter() - start)
-    if (folder := local_folder(settings.url)) and (closed := _closed_below(folder)):
-        what = f"{closed} may not be read, and so nothing is known of all that is there"
-        yield Finding(area, Level.BAD, what, WHOSE)
-        return
     yield Finding(area, Level.OK, f"{settings.url} answers within {took}, and may be listed")
     if settings.write is WritePolicy.NEVER:
         failed = _try(area, "get", lambda: store.get(name, [memoryview(bytearray(1))]))
@@ -77,14 +68,6 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
     finally:  # also if nobody hears of it, as after Ctrl-C
         deleted = _deletes(area, store, name)
     yield from deleted
-
-
-def _closed_below(store: Path) -> str | None:
-    """A folder that may not be listed, like one of a snapshot that root has made here."""
-    refused: list[OSError] = []
-    for _, folders, _ in islice(os.walk(store, onerror=refused.append), _FOLDERS_MAX):
-        folders[:] = [name for name in folders if is_name(name)]
-    return str(refused[0].filename) if refused else None
 
 
 def _conditional(area: str, store: Store, name: str) -> Finding:
