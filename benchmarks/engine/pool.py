@@ -11,7 +11,8 @@ for in between, so that the first requests meet what nobody knows yet. In the en
 and prompts are asked for until they come from the pool.
 
 The model is small, and a step of its engines that computes a prompt takes STEP_S longer, as with a
-large model on a device of its own: so little depends on what else the processors do.
+large model on a device of its own. What kvtier costs is what a request waits before it is computed;
+all else that lies between first tokens is the processors', which others use, too.
 """
 
 from __future__ import annotations
@@ -117,13 +118,13 @@ class Bench(Served):
         for prompt in known:
             asked.append(self.asks.first_token(prompt=prompt))
             computed.append(self.computed())
-        seconds, computing = [each["seconds"] for each in asked], median(computed)
-        print(f"  {case}: {seconds} beside {computed}")
+        waited, computing = [each["waited"] / median(computed) for each in asked], median(computed)
+        print(f"  {case}: {asked} beside {computed}")
         self.report.add(f"{case}: computed", computing, "s")
-        self.report.add(f"{case}: computed, the worst", max(computed) / computing, "x")
-        self.report.add(f"{case}: asked, the first", seconds[0] / computing, "x")
-        self.report.at_most(f"{case}: asked, median", median(seconds) / computing, "x", AT_MOST)
-        self.report.at_most(f"{case}: asked, the worst", max(seconds) / computing, "x", AT_MOST)
+        seconds = median(each["seconds"] for each in asked)
+        self.report.at_most(f"{case}: asked", seconds / computing, "x", AT_MOST)
+        self.report.at_most(f"{case}: the first waited", waited[0], "x", AT_MOST - 1)
+        self.report.at_most(f"{case}: others waited at most", max(waited[1:]), "x", AT_MOST - 1)
         share = sum(each["cached"] for each in asked) / TOKENS / len(asked)
         self.report.add(f"{case}: share loaded", share, "")
 

@@ -20,17 +20,20 @@ class TimedHost(Host):
     _share: Any = None
 
     def first_token(self, prompt: list[int], said: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Seconds from the request, with what is said of its session, to its first token."""
+        """Seconds from the request, with what is said of its session, to its first token; and to
+        where its prompt began to be computed, if that is slowed."""
         engine = self._llm.llm_engine
         self._serial += 1
-        begin = time.perf_counter()
+        begin, self._computing_since = time.perf_counter(), 0.0
         given, name = {"prompt_token_ids": prompt}, f"timed-{self._serial}"
         engine.add_request(name, given, self._greedy(1, said))
         while True:
             for output in engine.step():
                 if output.finished:
                     seconds = time.perf_counter() - begin
-                    return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
+                    waited = max(0.0, self._computing_since - begin)
+                    cached = output.num_cached_tokens or 0
+                    return {"seconds": seconds, "waited": waited, "cached": cached}
 
     def burst(self, prompts: list[list[int]]) -> list[tuple[float, int]]:
         """Prompts that come at once: each one's seconds to its first token, and what it found."""
