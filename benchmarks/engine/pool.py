@@ -116,7 +116,7 @@ class Bench(Served):
         asked: list[dict[str, Any]] = []
         computed = []
         for prompt in known:
-            asked.append(self.asks.first_token(prompt=prompt))
+            asked.append(self.asks.wait_and_first_token(prompt=prompt))
             computed.append(self.computed())
         waited, computing = [each["waited"] / median(computed) for each in asked], median(computed)
         print(f"  {case}: {asked} beside {computed}")

@@ -20,20 +20,17 @@ class TimedHost(Host):
     _share: Any = None
 
     def first_token(self, prompt: list[int], said: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Seconds from the request, with what is said of its session, to its first token; and to
-        where its prompt began to be computed, if that is slowed."""
+        """Seconds from the request, with what is said of its session, to its first token."""
         engine = self._llm.llm_engine
         self._serial += 1
-        begin, self._computing_since = time.perf_counter(), 0.0
+        begin = time.perf_counter()
         given, name = {"prompt_token_ids": prompt}, f"timed-{self._serial}"
         engine.add_request(name, given, self._greedy(1, said))
         while True:
             for output in engine.step():
                 if output.finished:
                     seconds = time.perf_counter() - begin
-                    waited = max(0.0, self._computing_since - begin)
-                    cached = output.num_cached_tokens or 0
-                    return {"seconds": seconds, "waited": waited, "cached": cached}
+                    return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
 
     def burst(self, prompts: list[list[int]]) -> list[tuple[float, int]]:
         """Prompts that come at once: each one's seconds to its first token, and what it found."""
@@ -130,6 +127,13 @@ class TimedHost(Host):
         prefetches = self._manager.chain.prefetches
         self._share = prefetches.share if prefetches.on else self._share
         prefetches.share = self._share if on else PrefetchShare(0)
+
+    def wait_and_first_token(self, prompt: list[int]) -> dict[str, Any]:
+        """The same, and how many of these seconds had passed when its prompt began to be computed,
+        if computing is slowed."""
+        begin, self._computing_since = time.perf_counter(), 0.0
+        told = self.first_token(prompt)
+        return told | {"waited": max(0.0, self._computing_since - begin)}
 
     def touch_cache(self) -> None:
         """Have all of vLLM's KV cache in memory, as after a while of serving."""
