@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-handover bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-handover bench-pool bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -105,7 +105,13 @@ bench-prefetch: $(VLLM_STAMP) $(STAMP)
 
 # Prompts that an engine of another tensor-parallel size has computed, beside computing them.
 bench-handover: $(VLLM_STAMP) $(STAMP)
+	@[ -z "$(findstring mooncake,$(WAYS))" ] || $(VLLM_BIN)/pip install --quiet $(MOONCAKE)
 	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.handover
+
+# Prompts in a Mooncake pool that stalls, dies or is full: the first token of each, beside computing it.
+bench-pool: $(VLLM_STAMP)
+	@$(VLLM_BIN)/pip install --quiet $(MOONCAKE)
+	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.engine.pool
 
 # Agents that pause for their tools: with hints, with what kvtier learns by itself, and with LRU.
 bench-agents: $(VLLM_STAMP)

@@ -1,11 +1,12 @@
 """A prompt that an engine of another tensor-parallel size has computed: the first token's time.
 
     make bench-handover     # TOKENS=4096 LAYERS=16 HIDDEN=512 ROUNDS=7 WAYS="memory bucket"
+    make bench-handover WAYS=mooncake RANKS="1 1"       # by a pool, between engines of one size
 
-Two engines, of two ranks and of one, share CPU memory, or each has its own and both a bucket of an
-S3 server on this machine. One computes a prompt for one token; then, and with what it answered, the
-other is asked for the first token, while the first still stores. In turns, both ways round, with a
-prompt that the other has to compute itself.
+Two engines, of one rank and of two, share CPU memory, or each has its own and both a bucket of an
+S3 server on this machine, or a Mooncake pool. One computes a prompt for one token; then, and with
+what it answered, the other is asked for the first token, while the first still stores. In turns,
+both ways round, with a prompt that the other has to compute itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from engines.engine import Engine
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
+from support.processes.mooncake_pool import MooncakePool
 
 from benchmarks.engine.served import DTYPE, Served, folders
 from benchmarks.measure import median_ratio
@@ -30,6 +32,7 @@ LAYERS = int(os.environ.get("LAYERS", "16"))
 HIDDEN = int(os.environ.get("HIDDEN", "512"))
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
 WAYS = os.environ.get("WAYS", "memory bucket").split()
+RANKS = tuple(map(int, os.environ.get("RANKS", "1 2").split()))
 _WARM_ROUNDS = 2
 _COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -39,13 +42,13 @@ class Bench(Served):
 
     def __init__(self, folder: Path, region: Path) -> None:
         super().__init__(folder, region, LAYERS, HIDDEN)
-        self.report = Report(f"prompts of {TOKENS} tokens between two ranks and one, {DTYPE}")
+        self.report = Report(f"prompts of {TOKENS} tokens between engines, {DTYPE}")
 
     def engines(self, *tiers: dict[str, Any]) -> list[Engine]:
-        """Of one rank and of two; with tiers below CPU memory each has that for itself."""
+        """One of each size; with tiers below CPU memory each has that for itself."""
         found = []
-        for ranks in (1, 2):
-            region = self.region / str(ranks if tiers else "both")
+        for at, ranks in enumerate(RANKS):
+            region = self.region / str(at if tiers else "both")
             region.mkdir(exist_ok=True)
             cpu = self.cpu("1GiB") | {"path": str(region)}
             stack = self.stack(cpu, *tiers, across_degrees=True)
@@ -97,9 +100,13 @@ def main() -> None:
                     server = stack.enter_context(rclone(folder, program))
                     bucket = {"kind": "object", "url": "s3://bucket/kv", "capacity": "16GiB"}
                     tiers = [bucket | {"endpoint": server.endpoint, "refresh": "200ms"}]
-                one, two = map(stack.enter_context, bench.engines(*tiers))
-                bench.compare(way, two, one, "two ranks to one")
-                bench.compare(way, one, two, "one rank to two")
+                elif way == "mooncake":
+                    pool = MooncakePool(folder, lent=2 << 30)
+                    stack.callback(pool.close)
+                    tiers = [{"kind": "mooncake", "master": pool.address, "capacity": "2GiB"}]
+                one, other = map(stack.enter_context, bench.engines(*tiers))
+                bench.compare(way, other, one, f"from {RANKS[1]} to {RANKS[0]}")
+                bench.compare(way, one, other, f"from {RANKS[0]} to {RANKS[1]}")
         bench.report.finish()
 
 

@@ -34,7 +34,7 @@ ROOM_WAIT_S = 1.0
 """How long a request waits for room where it is not known how long its prompt takes to compute."""
 _LATE = 2.0
 """A load that others hold up may take somewhat longer than expected; this one is late."""
-_SILENT_SHARE, _SILENT_S = 0.08, 0.05
+_SILENT_SHARE, _SILENT_S = 0.07, 0.05
 """Other machines that for so much of the time that computing takes, and so many seconds, neither
 answer nor send anything are taken to stand still."""
 WAIT_S = 1.0

@@ -18,6 +18,8 @@ class Slowed:
 
     def __init__(self) -> None:
         self._copied = 0
+        self._computing_since = 0.0
+        """Since when a prompt is computed that is slowed."""
         self._gather: Any = None
         self._read: Any = None
         self._scatter: Any = None
@@ -49,6 +51,7 @@ class Slowed:
 
         def later(scheduled: Any, *arguments: Any, **named: Any) -> Any:
             if any(tokens > 1 for tokens in scheduled.num_scheduled_tokens.values()):
+                self._computing_since = self._computing_since or time.perf_counter()
                 time.sleep(pause)
             return execute(scheduled, *arguments, **named)
 

@@ -131,6 +131,13 @@ class TimedHost(Host):
         self._share = prefetches.share if prefetches.on else self._share
         prefetches.share = self._share if on else PrefetchShare(0)
 
+    def wait_and_first_token(self, prompt: list[int]) -> dict[str, Any]:
+        """The same, and how many of these seconds had passed when its prompt began to be computed,
+        if computing is slowed."""
+        begin, self._computing_since = time.perf_counter(), 0.0
+        told = self.first_token(prompt)
+        return told | {"waited": max(0.0, self._computing_since - begin)}
+
     def touch_cache(self) -> None:
         """Have all of vLLM's KV cache in memory, as after a while of serving."""
         for cache in self._core.model_executor.driver_worker.model_runner.kv_caches:

@@ -347,7 +347,7 @@ def test_one_that_was_to_take_long_has_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answered", "came", "seconds"), [(True, False, 0.4), (False, False, 0.08), (True, True, 1.1)]
+    ("answered", "came", "seconds"), [(True, False, 0.4), (False, False, 0.07), (True, True, 1.1)]
 )
 def test_other_machines_that_stand_still_are_not_waited_for(
     answered: bool, came: bool, seconds: float

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engines.answers import check, hand_over
 from engines.engine import HOST, Engine
 from engines.world import World, flip, prompt
 from support.object.object_servers import ACCESS_KEY, SECRET_KEY, ServerProcess, rclone
@@ -26,20 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
 RCLONE = Path(__file__).parents[3] / ".venv" / "bin" / "rclone"
 LENGTHS = (1100, 600)
 HITS = [1024, 512]
-MARGIN = 1e-3
-"""Of log-probabilities, in float32."""
 
 
 def prompts(seed: int) -> list[list[int]]:
     return [prompt(seed + at, length) for at, length in enumerate(LENGTHS)]
-
-
-def check(found: list[dict[str, Any]], expected: list[dict[str, Any]], hits: list[int]) -> None:
-    assert [each["cached"] for each in found] == hits
-    for one, other in zip(found, expected, strict=True):
-        close = [at for at, margin in enumerate(other["margins"]) if margin < MARGIN]
-        sure = min(close, default=len(other["tokens"]))
-        assert one["tokens"][:sure] == other["tokens"][:sure]
 
 
 def stack_of(world: World, **more: Any) -> dict[str, Any]:
@@ -193,17 +184,6 @@ def test_a_prompt_is_handed_over_to_another_size(
             hits = facts["chain"]["hits"]
             assert hits[-1] == sum(hits) == sum(HITS) // 256
             assert (facts["failed_loads"], facts["late_loads"], facts["mistakes"]) == (0, 0, 0)
-
-
-def hand_over(computes: Engine, answers: Engine, prompt: list[int]) -> dict[str, Any]:
-    """As a router lets one engine compute a prompt, and another go on with it."""
-    limits = {"do_remote_decode": True, "do_remote_prefill": False}
-    said = computes.generate_with(prompt=prompt, tokens=1, limits=limits)["transfer"]
-    del said["remote_prefill_cached_tokens"]  # of which vLLM tells in place of hits
-    answers.begin(prompt=prompt, tokens=16, limits=said)
-    computes.settle()
-    answered: dict[str, Any] = answers.end()
-    return answered
 
 
 def test_commands_on_what_engines_of_two_sizes_have_stored(
