@@ -9,7 +9,7 @@ of the part; the sums of the pieces are written one behind the other.
                int64 *blocks, int64 blocks_of_a_chunk, int64 stripes_of_the_part, uint64 *sums)
 
 A reference's pages lie at `bases + block * strides`, and have so many `stripes`. A negative block
-is not copied, nor is a reference with the base 0: their stripes are only added up.
+is not copied, nor is a reference with a negative base: their stripes are only added up.
 
     void load(int64 records, void **parts, uint64 *stated, int64 verified_first, int64 bases_apart,
               ...)
@@ -103,7 +103,7 @@ class _Walk(NamedTuple):
 
     @classmethod
     def of_runs(cls, places: Ints, sizes: Ints) -> Self:
-        """Runs of bytes, which go to these places in each record, 0 for nowhere."""
+        """Runs of bytes, which go to these places in each record, -1 for nowhere."""
         blocks = np.zeros((len(places), 1), np.int64)
         return cls(places, np.zeros_like(sizes), sizes // STRIPE, blocks, int(sizes.sum()))
 
@@ -158,7 +158,7 @@ class OnePassCopies:
         """Copy those heads of other ranks' parts that are this rank's; which records are right."""
         right, pages = np.ones(len(blocks), np.bool_), self.pages(group, blocks)
         for at, part in enumerate(others.regrouping.sources):
-            pages[~up_to_wrong(right, failed=False)] = 0
+            pages[~up_to_wrong(right, failed=False)] = -1
             walk = _Walk.of_runs(*others.regrouping.runs(part, pages))
             stated = others.stated[:, at]
             found = self.load_all(walk, others.source(part).addresses, stated, verified_first)
@@ -166,10 +166,10 @@ class OnePassCopies:
         return right
 
     def pages(self, group: int, blocks: Ints) -> Ints:
-        """Where the pages of records' blocks lie (record, reference, block), 0 for nowhere."""
+        """Where the pages of records' blocks lie (record, reference, block), -1 for nowhere."""
         bases, strides, _ = self._groups[group].tables[:, :, None]
         blocks = blocks[:, None]
-        return np.where(blocks >= 0, bases + strides * blocks, 0)
+        return np.where(blocks >= 0, bases + strides * blocks, -1)
 
     def load_all(self, walk: _Walk, at: Ints, stated: Sums, verified_first: bool) -> Sums:
         """Parts that lie at these addresses; the checksums of all of them."""
@@ -392,9 +392,8 @@ _WALK = f"""
       %count = load i64, ptr %count_at
       %block_at = getelementptr i64, ptr %blocks, i64 %place
       %block = load i64, ptr %block_at
-      %inside = icmp sge i64 %block, 0
-      %somewhere = icmp ne i64 %base, 0
-      %copied = and i1 %inside, %somewhere
+      %nowhere = or i64 %block, %base
+      %copied = icmp sge i64 %nowhere, 0
       %offset = mul i64 %block, %stride
       %address = add i64 %base, %offset
       %page_first = inttoptr i64 %address to ptr

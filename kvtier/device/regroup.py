@@ -90,7 +90,7 @@ class Regrouping(NamedTuple):
             target.of(into)[:, here] = source.of(self.source(payload, part))[:, there]
 
     def runs(self, part: int, pages: Ints) -> tuple[Ints, Ints]:
-        """One of the sources as runs of bytes, in order: where each goes, 0 for nowhere, for
+        """One of the sources as runs of bytes, in order: where each goes, -1 for nowhere, for
         records whose pages lie at these addresses (record, reference, block), or nowhere; and how
         long it is."""
         records = len(pages)
@@ -101,8 +101,8 @@ class Regrouping(NamedTuple):
             size = target.head_bytes
             inside = np.arange(rows) * (target.heads * size) + here.start * size
             runs = (there.start, there.stop - there.start, source.heads - there.stop)
-            place = np.zeros((*first.shape[:3], rows, 3), np.int64)
-            place[..., 1] = np.where(first, first + inside, 0)
+            place = np.full((*first.shape[:3], rows, 3), -1, np.int64)
+            place[..., 1] = np.where(first >= 0, first + inside, -1)
             some = np.flatnonzero(runs)
             places.append(place[..., some].reshape(records, -1))
             lengths.append(np.tile(np.array(runs)[some] * size, source.rows))

@@ -32,12 +32,10 @@ def environment_as_before() -> Iterator[None]:
 def model() -> Callable[..., Path]:
     """Builds a small model in the virtual environment, where it is found the next time."""
 
-    def build(family: str, seed: int = 0, layers: int = 4, hidden: int = 256) -> Path:
-        size = "" if (layers, hidden) == (4, 256) else f"-{layers}-{hidden}"
-        target = MODELS / f"{family}-{seed}{size}"
+    def build(family: str, seed: int = 0, layers: int = 4) -> Path:
+        target = MODELS / (f"{family}-{seed}" if layers == 4 else f"{family}-{seed}-{layers}")
         command = [sys.executable, str(HOST.parents[1] / "families.py"), str(target)]
-        command += ["--family", family, "--seed", str(seed)]
-        command += ["--layers", str(layers), "--hidden", str(hidden)]
+        command += ["--family", family, "--seed", str(seed), "--layers", str(layers)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return target

@@ -87,27 +87,6 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
     assert (described_as["parts"], described_as["facts"]["tensor_parallel"]) == (None, "any")
 
 
-def test_four_ranks_and_one(world: World, model: Callable[..., Path]) -> None:
-    """One rank takes all four parts of a record, and each of four ranks a fourth of one part."""
-    folder, stack = model("llama", hidden=512), stack_of(world)
-    of_four, of_one = prompts(130), prompts(140)
-    with world.engine(folder, host=HOST.with_name("scored.py")) as plain:
-        by_four, by_one = (
-            [plain.weigh(prompt=each) for each in asked] for asked in (of_four, of_one)
-        )
-    first = (4, [(of_four, by_four, [0, 0])])
-    second = (1, [(of_four, by_four, HITS), (of_one, by_one, [0, 0])])
-    for ranks, turns in (first, second, (4, [(of_one, by_one, HITS)])):
-        with world.engine(folder, tensor_parallel_size=ranks, stack=stack) as engine:
-            for asked, expected, hits in turns:
-                check(ask(engine, asked), expected, hits)
-            engine.settle()
-            facts = engine.facts()
-            assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (0, 0, 0)
-            engine.kill()
-        lose_tiers(world, 1)
-
-
 def test_all_ranks_share_a_latent_cache(world: World, model: Callable[..., Path]) -> None:
     """MLA: records have one part at every size, and what one size has stored the other stores no
     more. (vLLM's MLA for CPUs computes prompts as a whole: no engine here can load any.)"""
