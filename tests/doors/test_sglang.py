@@ -142,7 +142,7 @@ PAGE = HOST.parents[3] / "docs/guides/sglang.md"
 BLOCK = re.compile(r"^<!-- run by tests/doors/test_sglang.py -->\n```sh\n(.*?)^```$", re.M | re.S)
 ON_A_CPU = (
     "--device cpu --attention-backend torch_native --dtype float32 --hicache-size 1"
-    " --max-total-tokens 4096 --mem-fraction-static 0.2 --disable-overlap-schedule"
+    " --max-total-tokens 4096 --mem-fraction-static 0.8 --disable-overlap-schedule"
     " --disable-cuda-graph --skip-server-warmup"
 )
 
