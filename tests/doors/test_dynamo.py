@@ -167,9 +167,35 @@ class Server:
                     blocks.update(each.blocks(chunk) if at is Presence.HIT else ())
         return held
 
+    def keys(self, prompts: Sequence[Prompt]) -> dict[str, set[str]]:
+        """What each tier holds."""
+        every = list({key for each in prompts for key in each.keys})
+        return {
+            tier.medium: {
+                key.hex()
+                for key, at in zip(every, tier.lookup(every), strict=True)
+                if at is Presence.HIT
+            }
+            for tier in self.tiers
+        }
+
     def close(self) -> None:
         self._publisher.shutdown()
         self.stack.close()
+
+
+def check_listing(config: dict[str, Any], held: dict[str, set[str]], folder: Path) -> None:
+    """`kvtier ls` lists what the tiers had said that they hold. What a bucket has dropped is listed
+    until its caretaker has deleted it."""
+    (stack := folder / "stack.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "kvtier", "ls", NAMESPACE.id, "--config", str(stack)]
+    command += ["--limit", "1000000", "--json"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    listed: dict[str, set[str]] = {kind: set() for kind in held}
+    for row in json.loads(done.stdout)["blocks"]:
+        listed[row["kind"]].add(row["key"])
+    assert listed.pop("object") >= held.pop("object")
+    assert listed == held
 
 
 def truth(prompt: Prompt, held: dict[str, set[bytes]]) -> Overlap:
@@ -203,10 +229,11 @@ def config(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_its_indexer_knows_what_the_tiers_hold(
-    indexer: Indexer, config: dict[str, Any], figure: Callable[[str], None]
+    indexer: Indexer, config: dict[str, Any], tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
     """After 10,000 events of stores, evictions, drops, resets and restarts. What an earlier process
-    has left is known when it was asked for once; and never is more said to be there than is."""
+    has left is known when it was asked for once; and never is more said to be there than is. At the
+    end of a life `kvtier ls` lists the same."""
     chance = random.Random(SEED)
     prompts = make_prompts(chance, 40)
     told = lives = checks = 0
@@ -230,9 +257,11 @@ def test_its_indexer_knows_what_the_tiers_hold(
                     exact = [truth(prompt, server.holds(prompts)) for prompt in prompts]
                 assert said == exact, f"life {lives}, check {checks}"
                 checks += 1
+            keys = server.keys(prompts)
         finally:
             told += server.told
             server.close()
+        check_listing(config, keys, tmp_path)
         lives += 1
     figure(f"dynamo.indexer: {told:,} events in {lives} lives, {checks} times all answers right")
 
