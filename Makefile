@@ -134,13 +134,14 @@ DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
 AZURITE := 3.37.0
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-# Both parts wait for others most of their time. Of the fleet's three lives on azurite one is enough.
+# They wait for servers most of their time, so several processes share them. Of the three lives of a
+# fleet on azurite one is enough.
 test-doors: $(VLLM_STAMP) $(DOORS_STAMP) $(STAMP) test-sglang
 	@[ -x node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
 		npm install --silent --no-save --no-package-lock azurite@$(AZURITE)
+	$(BIN)/pytest $(SHARED) -k "(azure or azurite) and not azurite-1-" tests/object
 	@$(BIN)/pip install --quiet $(MOONCAKE) && $(VLLM_BIN)/pip install --quiet $(MOONCAKE)
-	$(BIN)/pytest $(SHARED) -k "(azure or azurite or mooncake) and not azurite-1-" \
-		tests/object tests/doors/test_mooncake.py tests/doors/test_mooncake_faults.py
+	$(BIN)/pytest $(SHARED) tests/doors/test_mooncake.py tests/doors/test_mooncake_faults.py
 	$(VLLM_BIN)/pytest -n $(ENGINE_WORKERS) --dist loadfile tests/doors/test_dynamo.py tests/doors/test_mooncake_engines.py
 
 # On an SGLang whose own requirements are for GPUs: of these, what it imports on a CPU.
