@@ -140,26 +140,28 @@ test-vllm033: $(VLLM_STAMP) $(STAMP)
 # Beside real neighbours of engines, in environments of their own, where that is too heavy for all:
 # Dynamo's indexer, SGLang, azurite, for which there must be npm, and Mooncake, for which there must
 # be libibverbs1, librdmacm1 and libnuma1.
-DOORS := ai-dynamo-runtime==1.6.1
+DOORS := ai-dynamo-runtime==1.6.1 ai-dynamo==1.6.1
 DOORS_STAMP := .venv-doors/.ready-$(shell echo $(DOORS) | cksum | tr ' ' -)
 AZURITE := 3.37.0
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
+# They wait for servers most of their time, so several processes share them. Of the three lives of a
+# fleet on azurite one is enough.
 test-doors: $(VLLM_STAMP) $(DOORS_STAMP) $(STAMP) test-sglang
-	$(VLLM_BIN)/pytest -m doors --ignore tests/doors/test_sglang.py tests/doors
 	@[ -x node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
 		npm install --silent --no-save --no-package-lock azurite@$(AZURITE)
-	$(BIN)/pytest $(SHARED) -k "azure or azurite" tests/object
+	$(BIN)/pytest $(SHARED) -k "(azure or azurite) and not azurite-1-" tests/object
 	@$(BIN)/pip install --quiet $(MOONCAKE) && $(VLLM_BIN)/pip install --quiet $(MOONCAKE)
-	$(BIN)/pytest -m doors tests/doors/test_mooncake.py tests/doors/test_mooncake_faults.py
-	$(VLLM_BIN)/pytest -m doors tests/doors/test_mooncake_engines.py
+	$(BIN)/pytest $(SHARED) tests/doors/test_mooncake.py tests/doors/test_mooncake_faults.py
+	$(VLLM_BIN)/pytest -n $(ENGINE_WORKERS) --dist loadfile tests/doors/test_dynamo.py tests/doors/test_mooncake_engines.py
 
 # On an SGLang whose own requirements are for GPUs: of these, what it imports on a CPU.
 SGLANG_VENV  := .venv-sglang
-SGLANG_STAMP := $(SGLANG_VENV)/.ready-$(shell cat pyproject.toml tools/sglang_cpu.txt 2>/dev/null | cksum | tr ' ' -)
+SGLANG_STAMP := $(SGLANG_VENV)/.ready-$(shell (echo $(VLLM_TESTS); cat pyproject.toml tools/sglang_cpu.txt) \
+	2>/dev/null | cksum | tr ' ' -)
 
 test-sglang: $(SGLANG_STAMP)
-	$(SGLANG_VENV)/bin/pytest -m doors tests/doors/test_sglang.py
+	$(SGLANG_VENV)/bin/pytest -n $(ENGINE_WORKERS) --dist worksteal tests/doors/test_sglang.py
 
 $(SGLANG_STAMP):
 	@[ -x $(SGLANG_VENV)/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv $(SGLANG_VENV); }
@@ -167,13 +169,14 @@ $(SGLANG_STAMP):
 		--quiet torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 	@$(SGLANG_VENV)/bin/pip install --quiet --requirement tools/sglang_cpu.txt
 	@$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0
-	@$(SGLANG_VENV)/bin/pip install --quiet --editable '.[s3,testing]' 'pytest-timeout>=2.3,<3' 'moto[s3,server]>=5.1,<6'
+	@$(SGLANG_VENV)/bin/pip install --quiet --editable '.[s3,testing]' $(VLLM_TESTS) 'moto[s3,server]>=5.1,<6'
 	@rm -f $(SGLANG_VENV)/.ready-*
 	@touch $@
 
 $(DOORS_STAMP):
 	@[ -x .venv-doors/bin/pip ] || { $(NEW_ENOUGH) && $(PYTHON) -m venv .venv-doors; }
-	@.venv-doors/bin/pip install --quiet $(DOORS)
+	@.venv-doors/bin/pip install --quiet $(firstword $(DOORS))
+	@.venv-doors/bin/pip install --quiet --no-deps $(DOORS)  # of the second only its parsers of flags
 	@rm -f .venv-doors/.ready-*
 	@touch $@
 

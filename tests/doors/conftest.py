@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.doors)
             item.add_marker(pytest.mark.slow)
-            if "indexer" in item.fixturenames and not (PYTHON.exists() and has("vllm")):
+            if "dynamo" in item.path.name and not (PYTHON.exists() and has("vllm")):
                 item.add_marker(pytest.mark.skip("needs vLLM and Dynamo: make test-doors"))
             if "mooncake" in item.path.name and (lack := lacks_mooncake()):
                 item.add_marker(pytest.mark.skip(f"{lack}: make test-doors"))

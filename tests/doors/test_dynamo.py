@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -15,7 +21,7 @@ import pytest
 from engines.engine import connector
 from engines.world import World, prompt
 from support.object.object_servers import free_port
-from support.processes.dynamo_indexer import Indexer, Overlap, until
+from support.processes.dynamo_indexer import PYTHON, Indexer, Overlap, until
 
 from kvtier import Stack
 from kvtier.chain.plan import HOST
@@ -29,6 +35,8 @@ NAMESPACE = Namespace(facts={"model": "doors"}, group_bytes=(256 << 10,))
 EVENTS = 10_000
 CPU, STORAGE = "CPU", "STORAGE"
 SEED = 20
+PAGE = Path(__file__).parents[2] / "docs/guides/routers.md"
+MARKED = re.compile(r"^<!-- run by tests/doors/test_dynamo.py -->\n```sh\n(.*?)^```$", re.M | re.S)
 MARKS = count(1 << 20)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, through vLLM
 
@@ -159,9 +167,35 @@ class Server:
                     blocks.update(each.blocks(chunk) if at is Presence.HIT else ())
         return held
 
+    def keys(self, prompts: Sequence[Prompt]) -> dict[str, set[str]]:
+        """What each tier holds."""
+        every = list({key for each in prompts for key in each.keys})
+        return {
+            tier.medium: {
+                key.hex()
+                for key, at in zip(every, tier.lookup(every), strict=True)
+                if at is Presence.HIT
+            }
+            for tier in self.tiers
+        }
+
     def close(self) -> None:
         self._publisher.shutdown()
         self.stack.close()
+
+
+def check_listing(config: dict[str, Any], held: dict[str, set[str]], folder: Path) -> None:
+    """`kvtier ls` lists what the tiers had said that they hold. What a bucket has dropped is listed
+    until its caretaker has deleted it."""
+    (stack := folder / "stack.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "kvtier", "ls", NAMESPACE.id, "--config", str(stack)]
+    command += ["--limit", "1000000", "--json"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    listed: dict[str, set[str]] = {kind: set() for kind in held}
+    for row in json.loads(done.stdout)["blocks"]:
+        listed[row["kind"]].add(row["key"])
+    assert listed.pop("object") >= held.pop("object")
+    assert listed == held
 
 
 def truth(prompt: Prompt, held: dict[str, set[bytes]]) -> Overlap:
@@ -195,10 +229,11 @@ def config(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_its_indexer_knows_what_the_tiers_hold(
-    indexer: Indexer, config: dict[str, Any], figure: Callable[[str], None]
+    indexer: Indexer, config: dict[str, Any], tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
     """After 10,000 events of stores, evictions, drops, resets and restarts. What an earlier process
-    has left is known when it was asked for once; and never is more said to be there than is."""
+    has left is known when it was asked for once; and never is more said to be there than is. At the
+    end of a life `kvtier ls` lists the same."""
     chance = random.Random(SEED)
     prompts = make_prompts(chance, 40)
     told = lives = checks = 0
@@ -222,11 +257,39 @@ def test_its_indexer_knows_what_the_tiers_hold(
                     exact = [truth(prompt, server.holds(prompts)) for prompt in prompts]
                 assert said == exact, f"life {lives}, check {checks}"
                 checks += 1
+            keys = server.keys(prompts)
         finally:
             told += server.told
             server.close()
+        check_listing(config, keys, tmp_path)
         lives += 1
     figure(f"dynamo.indexer: {told:,} events in {lives} lives, {checks} times all answers right")
+
+
+def test_its_indexer_knows_of_a_neighbours_memory(indexer: Indexer, config: dict[str, Any]) -> None:
+    """When it was asked for once, and until the neighbour drops it."""
+    (prompt,) = make_prompts(random.Random(SEED), 1)
+    alone = config | {"tiers": config["tiers"][:1]}
+    neighbour = Stack.open(alone, NAMESPACE, engine="neighbour")
+    server = Server(config, indexer)
+    try:
+        neighbour.store({key: bytes(NAMESPACE.group_bytes[0]) for key in prompt.keys})
+        server.tell_all()
+        assert indexer.overlap(prompt.tokens) == (0, 0, 0), "nobody has asked"
+        server.ask(prompt, store=False)
+        server.tell_all()
+        assert indexer.overlap(prompt.tokens) == (0, len(prompt.tokens), len(prompt.tokens))
+        neighbour.delete(prompt.keys)
+
+        def taken_back() -> bool:
+            server.stack.settle()
+            server.tell_all()
+            return indexer.overlap(prompt.tokens) == (0, 0, 0)
+
+        until(taken_back)
+    finally:
+        server.close()
+        neighbour.close()
 
 
 def at_most(said: Overlap, exact: Overlap) -> bool:
@@ -249,16 +312,69 @@ def act(chance: random.Random, server: Server, prompts: Sequence[Prompt]) -> Non
     server.tell()
 
 
+PARSE = """
+import json, sys
+from argparse import ArgumentParser
+from dynamo.frontend.frontend_args import FrontendArgGroup
+from dynamo.vllm.args import parse_args
+
+worker, frontend = json.loads(sys.argv[1])
+parser = ArgumentParser()
+FrontendArgGroup().add_arguments(parser)
+routing = parser.parse_args(frontend)
+sys.argv[1:] = worker
+engine = parse_args().engine_args
+transfer, events = engine.kv_transfer_config, engine.kv_events_config
+weights = routing.host_cache_hit_weight, routing.disk_cache_hit_weight
+said = routing.router_mode, *weights, transfer.kv_connector_module_path, events.topic
+print(json.dumps([*said, engine.prefix_caching_hash_algo]))
+"""
+"""What Dynamo's own parsers make of flags."""
+
+
+def test_its_frontend_and_worker_take_the_page_s_flags(model: Callable[..., Path]) -> None:
+    worker, frontend = page_commands()[1]
+    assert (worker[2], frontend[2]) == ("dynamo.vllm", "dynamo.frontend")
+    given = [[str(model("llama")) if each == "MODEL" else each for each in worker], frontend]
+    folder = next(PYTHON.parents[1].glob("lib/python*/site-packages"))
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, json.dumps([each[3:] for each in given])],
+        env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said == ["kv", 0.75, 0.25, "kvtier.vllm", "kv-events", "sha256_cbor"]
+
+
+def page_commands() -> list[list[list[str]]]:
+    """The commands of each block of the page that is marked for this file."""
+    blocks = MARKED.findall(PAGE.read_text().replace("\\\n", " "))
+    return [[shlex.split(each) for each in commands(block)] for block in blocks]
+
+
+def commands(block: str) -> list[str]:
+    """A quoted value may go on in the next line."""
+    return re.findall(r"^\S(?:'[^']*'|[^'\n])*$", block, re.M)
+
+
+def value(command: Sequence[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
 @pytest.mark.timeout(1800)
 def test_its_indexer_hears_a_real_engine(
     world: World, model: Callable[..., Path], indexer: Indexer
 ) -> None:
-    """With vLLM's own publisher; also after kill -9, and when the tiers are emptied."""
+    """With vLLM's own publisher, as the page has its settings; also after kill -9, and when the
+    tiers are emptied."""
     text, hit = prompt(21, 1100), 1024
+    (serve,), _ = page_commands()
 
     def engine() -> Any:
         publish, replay = (free_port() for _ in range(2))
-        events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events = json.loads(value(serve, "--kv-events-config"))
         events |= {"endpoint": f"tcp://*:{publish}", "replay_endpoint": f"tcp://*:{replay}"}
         transfer = connector(world.stack())
         started = world.engine(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -135,6 +136,90 @@ def tokens(found: list[dict[str, Any]]) -> list[list[int]]:
 
 def stored(found: list[dict[str, Any]]) -> list[int]:
     return [each["stored"] for each in found]
+
+
+PAGE = HOST.parents[3] / "docs/guides/sglang.md"
+BLOCK = re.compile(r"^<!-- run by tests/doors/test_sglang.py -->\n```sh\n(.*?)^```$", re.M | re.S)
+ON_A_CPU = (
+    "--device cpu --attention-backend torch_native --dtype float32 --hicache-size 1"
+    " --max-total-tokens 4096 --mem-fraction-static 0.8 --disable-overlap-schedule"
+    " --disable-cuda-graph --skip-server-warmup"
+)
+
+
+def test_the_page_s_commands(sglang: Sglang, right: list[list[int]]) -> None:
+    """A server as the page starts it, but for the model, the port and the processor. It is the
+    longest of all tests, so it begins first."""
+    port = object_servers.free_port()
+    written, look_at = BLOCK.findall(PAGE.read_text())
+    init, serve = written.replace("MODEL", str(sglang.model)).rstrip().split("\n", 1)
+    serve = f"exec {serve} {ON_A_CPU} --port {port}"
+    name = f"docs-{uuid.uuid4().hex}"
+    named = {
+        **os.environ,
+        **environment(),
+        "KVTIER_NAME": name,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    def shell(*lines: str, log: str) -> subprocess.Popen[bytes]:
+        with (sglang.folder / log).open("ab") as file:
+            return subprocess.Popen(
+                ["bash", "-ec", "\n".join(lines)],
+                cwd=sglang.folder,
+                env=named,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    server = shell(init, serve, log="server.log")
+    try:
+        await_health(server, port, sglang.folder / "server.log")
+        for known in (0, FULL):
+            found = json.loads(post(port, "generate", asked(PROMPTS[0])))
+            assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (right[0], known)
+            until(lambda: "nvme" in listed(sglang.folder, named))
+            until(lambda: b"flushed" in post(port, "flush_cache").lower())
+        assert shell(look_at, log="look.log").wait() == 0, (sglang.folder / "look.log").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        for region in Path("/dev/shm").glob(f"kvtier-*-{name}*"):
+            shutil.rmtree(region)
+
+
+def await_health(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    while True:
+        assert server.poll() is None, log.read_text()[-4000:]
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20).close()
+            return
+        time.sleep(0.2)
+
+
+def asked(tokens: list[int]) -> bytes:
+    parameters = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return json.dumps({"input_ids": tokens, "sampling_params": parameters}).encode()
+
+
+def post(port: int, path: str, content: bytes = b"") -> bytes:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", content, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            found: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        return error.read()
+    return found
+
+
+def listed(folder: Path, named: dict[str, str]) -> str:
+    """What `kvtier ls` says."""
+    command = [sys.executable, "-m", "kvtier", "ls", "--config", "stack.yaml"]
+    done = subprocess.run(command, cwd=folder, env=named, capture_output=True, text=True)
+    return done.stdout
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
@@ -284,99 +369,18 @@ def test_other_weights_find_nothing(
     assert stored(found) == [0, 0, 0], "nor at the next start"
 
 
-def test_what_cannot_be_right_is_refused(sglang: Sglang) -> None:
-    with pytest.raises(EngineError, match="interface_v1"):
-        sglang.engine(extra={"interface_v1": 0})
-    backend = (
-        "from kvtier.sglang.storage import KVTierStorage as Storage; it = Storage.__new__(Storage);"
-        "it.register_mem_pool_host('the KV cache'); it.register_mem_host_pool_v2('more', 'mamba')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", backend],
-        env=os.environ | environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert "SGLang keeps mamba of this model beside its KV cache" in done.stderr
-
-
-PAGE = HOST.parents[3] / "docs/guides/sglang.md"
-BLOCK = re.compile(r"^<!-- run by tests/doors/test_sglang.py -->\n```sh\n(.*?)^```$", re.M | re.S)
-ON_A_CPU = (
-    "--device cpu --attention-backend torch_native --dtype float32 --hicache-size 1"
-    " --max-total-tokens 4096 --mem-fraction-static 0.2 --disable-overlap-schedule"
-    " --disable-cuda-graph --skip-server-warmup"
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"interface_v1": 0}, "interface_v1"),
+        (
+            {"module_path": "hybrid_storage", "class_name": "HybridStorage"},
+            "SGLang keeps mamba of this model beside its KV cache",
+        ),
+    ],
 )
-
-
-def test_the_page_s_commands(sglang: Sglang, right: list[list[int]]) -> None:
-    """A server as the page starts it, but for the model, the port and the processor."""
-    port = object_servers.free_port()
-    written, look_at = BLOCK.findall(PAGE.read_text())
-    init, serve = written.replace("MODEL", str(sglang.model)).rstrip().split("\n", 1)
-    serve = f"exec {serve} {ON_A_CPU} --port {port}"
-    name = f"docs-{uuid.uuid4().hex}"
-    named = {
-        **os.environ,
-        **environment(),
-        "KVTIER_NAME": name,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-
-    def shell(*lines: str, log: str) -> subprocess.Popen[bytes]:
-        with (sglang.folder / log).open("ab") as file:
-            return subprocess.Popen(
-                ["bash", "-ec", "\n".join(lines)],
-                cwd=sglang.folder,
-                env=named,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    try:
-        for lines, known in (([init, serve], 0), ([serve], FULL)):
-            server = shell(*lines, log="server.log")
-            try:
-                await_health(server, port, sglang.folder / "server.log")
-                found = generate(port, PROMPTS[0])
-                assert (found["output_ids"], cached(found)) == (right[0], known)
-                until(lambda: "nvme" in listed(sglang.folder, named))
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
-        assert shell(look_at, log="look.log").wait() == 0, (sglang.folder / "look.log").read_text()
-    finally:
-        for region in Path("/dev/shm").glob(f"kvtier-*-{name}*"):
-            shutil.rmtree(region)
-
-
-def await_health(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    while True:
-        assert server.poll() is None, log.read_text()[-4000:]
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20).close()
-            return
-        time.sleep(0.2)
-
-
-def generate(port: int, tokens: list[int]) -> dict[str, Any]:
-    parameters = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    asked = json.dumps({"input_ids": tokens, "sampling_params": parameters}).encode()
-    url = f"http://127.0.0.1:{port}/generate"
-    request = urllib.request.Request(url, asked, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
-
-
-def cached(found: dict[str, Any]) -> int:
-    return int(found["meta_info"]["cached_tokens"])
-
-
-def listed(folder: Path, named: dict[str, str]) -> str:
-    """What `kvtier ls` says."""
-    command = [sys.executable, "-m", "kvtier", "ls", "--config", "stack.yaml"]
-    done = subprocess.run(command, cwd=folder, env=named, capture_output=True, text=True)
-    return done.stdout
+def test_what_cannot_be_right_is_refused(
+    sglang: Sglang, extra: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(EngineError, match=reason):
+        sglang.engine(extra=extra)

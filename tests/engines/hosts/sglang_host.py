@@ -16,7 +16,7 @@ ENGINE = {
     "attention_backend": "torch_native",
     "page_size": 64,
     "max_total_tokens": 4096,
-    "mem_fraction_static": 0.2,
+    "mem_fraction_static": 0.8,  # others take memory meanwhile
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "enable_cache_report": True,

@@ -38,6 +38,8 @@ class TestRclone(tier_machine(RCLONE).TestCase):  # type: ignore[misc]
 @pytest.mark.s3
 @pytest.mark.slow
 class TestAzurite(tier_machine(AZURITE).TestCase):  # type: ignore[misc]
+    settings = settings(SETTINGS, max_examples=25)  # each takes a second
+
     @pytest.fixture(autouse=True)
     def server(self, azurite_server: ServerProcess) -> None:
         AZURITE.endpoint = azurite_server.endpoint

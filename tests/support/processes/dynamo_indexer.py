@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 from support.object.object_servers import free_port
 
 PYTHON = Path(__file__).parents[3] / ".venv-doors/bin/python"
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0  # against a hang; processors may be busy
 MODEL, WORKER = "model", 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,21 +15,26 @@ from typing import Any
 from engines.adapter import make_adapter
 from engines.world import World, flip_memory, prompt
 
+PAGE = Path(__file__).parents[3] / "docs/guides/misses.md"
 CHUNK = 256
 ASKED = prompt(4400, 1100)
 MISSED = len(ASKED) // CHUNK * CHUNK
 
 
-def explained(folder: Path, stack: dict[str, Any], request: str = "last") -> list[dict[str, Any]]:
-    path = folder / "stack.json"  # which is YAML, too
-    path.write_text(json.dumps(stack))
-    command = [sys.executable, "-m", "kvtier", "explain", "-c", path, "--request", request]
-    shown = subprocess.run(command, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    told = subprocess.run([*command, "--json"], capture_output=True, check=True)
-    misses: list[dict[str, Any]] = json.loads(told.stdout)["misses"]
-    for each in misses:
-        assert f"request {each['request']}: " in shown.stdout
+def explained(folder: Path, stack: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the page's two commands say of the last request; the second asks for it by its id."""
+    (folder / "stack.yaml").write_text(json.dumps(stack))
+    last, by_id = re.findall(r"^\$ kvtier (explain .*)$", PAGE.read_text(), re.M)
+
+    def said(command: str) -> str:
+        words = [sys.executable, "-m", "kvtier", *shlex.split(command)]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    request, *_ = re.findall(r"^request (\S+): ", said(last), re.M)
+    misses: list[dict[str, Any]] = json.loads(said(by_id.replace("cmpl-8f0c3e", request)))["misses"]
+    assert {each["request"] for each in misses} == {request}
     return misses
 
 
