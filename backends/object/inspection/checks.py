@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
 from kvtier import amounts
 from kvtier.backends.object.inspection.store_access import new_probe
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
-from kvtier.backends.object.stores.store import PutOutcome, Store
+from kvtier.backends.object.stores.store import PutOutcome, Store, is_name
 from kvtier.inspect import Finding, Level
-from kvtier.settings import WritePolicy
+from kvtier.settings import WHOSE, WritePolicy
 
 _SKEW_S = 60.0
 _BODY = b"kvtier doctor"
 _MANY = 8
 """So many names are deleted by one request, which a store may refuse that deletes single ones."""
+_FOLDERS_MAX = 4096
+"""In so many folders it is tried: a store may have millions, each a moment's work for a network."""
 _WHERE = {
     "credentials": "they come from the environment, a profile or a role",
     "clock": "timedatectl says whether it is set by NTP",
@@ -51,6 +56,10 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
         yield listed
         return
     took = amounts.duration(time.perf_counter() - start)
+    if settings.folder is not None and (closed := _closed_below(settings.folder)):
+        what = f"{closed} may not be read, and so nothing is known of all that is there"
+        yield Finding(area, Level.BAD, what, WHOSE)
+        return
     yield Finding(area, Level.OK, f"{settings.url} answers within {took}, and may be listed")
     if settings.write is WritePolicy.NEVER:
         failed = _try(area, "get", lambda: store.get(name, [memoryview(bytearray(1))]))
@@ -68,6 +77,14 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
     finally:  # also if nobody hears of it, as after Ctrl-C
         deleted = _deletes(area, store, name)
     yield from deleted
+
+
+def _closed_below(store: Path) -> str | None:
+    """A folder that may not be listed, like one of a snapshot that root has made here."""
+    refused: list[OSError] = []
+    for _, folders, _ in islice(os.walk(store, onerror=refused.append), _FOLDERS_MAX):
+        folders[:] = [name for name in folders if is_name(name)]
+    return str(refused[0].filename) if refused else None
 
 
 def _conditional(area: str, store: Store, name: str) -> Finding:

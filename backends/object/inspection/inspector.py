@@ -228,7 +228,13 @@ class ObjectInspector(Inspector[ObjectSettings]):
                     f"{name[:12]} --tier object removes them"
                 )
             return
-        entries = Journal(store, name).read_all()
+        journal = Journal(store, name)
+        entries = journal.read_all()
+        if not journal.complete:
+            self.contents.troubles.append(
+                f"not all manifests of the namespace {name[:12]} in {self.contents.where} can be "
+                "read: the blocks that these list are left out"
+            )
         added = entries[entries["kind"] == ADDED]
         part = self.part(name)
         part.blocks = len(added)
