@@ -170,7 +170,10 @@ class Host(Slowed):
         """Step until one of the requests that were begun has ended."""
         engine = self._llm.llm_engine
         while not self._ended:
-            self._ended += [_shown(output) for output in engine.step() if output.finished]
+            outputs = engine.step()
+            self._ended += [_shown(output) for output in outputs if output.finished]
+            if not outputs:
+                time.sleep(0.001)  # as vLLM's own process does while all requests wait
         return self._ended.pop(0)
 
     def ignored_hints(self) -> dict[str, int]:
