@@ -69,6 +69,7 @@ class Audit:
         self._store = store
         self._index_of = index_of
         self._now_us = int(now_s * 1e6)
+        self._now_s = now_s
         self._too_old_s = too_old_s
         self._yield = gil_yield
         self.findings: dict[str, Findings] = {}

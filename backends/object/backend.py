@@ -15,6 +15,7 @@ from kvtier.backends.object.settings import (
     capacity_of,
     check_settings,
     open_for,
+    parse_url,
 )
 from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.store import Store
@@ -104,13 +105,14 @@ class ObjectBackend(Backend[ObjectSettings]):
         return ObjectSettings(url=url, capacity=Capacity(ByteSize(UNLIMITED)))
 
     def identity(self, settings: ObjectSettings) -> str | None:
-        if settings.folder is not None:
-            return str(settings.folder.resolve())
+        folder = parse_url(settings.url).folder
+        if folder is not None:
+            return str(folder.resolve())
         return f"object:{settings.endpoint or ''}{settings.url.rstrip('/')}"
 
 
 def _codec(settings: ObjectSettings, namespace: Namespace) -> Codec:
-    if settings.codec == "auto" and settings.folder is not None:
+    if settings.codec == "auto" and parse_url(settings.url).folder is not None:
         return Codec.RAW
     facts = namespace.facts
     cached_as = facts.get("kv_dtype", "auto")

@@ -10,7 +10,6 @@ its own policy before it stores.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -20,8 +19,9 @@ UNLIMITED = 1 << 60
 """The capacity of a command that fills a store: it has none of its own."""
 
 
-clock = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)
-"""A clock in seconds that also runs while the machine sleeps."""
+def clock() -> float:
+    """A clock in seconds that also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Budget:
@@ -128,3 +128,8 @@ class Budget:
             while self._recorded and self._recorded[0][0] <= seen:
                 self._recorded.popleft()
             self._limit, self._until, self._alone = limit, until, alone
+
+    def revoke(self) -> None:
+        """Nothing may be reserved until the next grant."""
+        with self._lock:
+            self._limit, self._until, self._alone = 0, 0.0, False

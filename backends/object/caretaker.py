@@ -45,7 +45,7 @@ from kvtier.backends.object.manifests import (
 from kvtier.backends.object.namespaces import Descriptions
 from kvtier.backends.object.object_names import ObjectKey, ServerName, block_name, caretaker_writer
 from kvtier.backends.object.stores.errors import Misconfigured, StoreError, StoreFull
-from kvtier.backends.object.stores.store import DELETES_MAX, Store
+from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.use_counts import new_uses, retained_blocks
 from kvtier.settings import ByteSize
 from kvtier.slab.layout import keys_of
@@ -146,12 +146,12 @@ class Caretaker:
         self._living: dict[str, ServerName] = {}
         self._journals: dict[str, Journal] = {}
         self._indexes: dict[str, BlockIndex] = {}
-        self.doomed: deque[tuple[str, ObjectKey]] = deque()
+        self._doomed: deque[tuple[str, ObjectKey]] = deque()
         """Objects that are recorded as removed and still to be deleted."""
         self._doomed_bytes = 0
         self._unrecorded: deque[tuple[str, Entries]] = deque()
         """What a full store has not taken."""
-        self.kept = self._kept_bytes = 0
+        self._kept = self._kept_bytes = 0
         """Removed objects that the store would not delete, until the next audit tries again."""
         self._lost_bytes = 0
         """What servers may have stored and not recorded that have died since the last audit."""
@@ -196,14 +196,11 @@ class Caretaker:
             self._publish()
         with suppress(StoreFull):
             self._record_late()
-        self._join_manifests()
+        for namespace, journal in self._journals.items():
+            if journal.worth_joining():
+                self._join(namespace)
         self._own_has_all = self.alone
         return self.report
-
-    @property
-    def to_do(self) -> tuple[int, int]:
-        """Objects to delete, and bytes that are there: rounds go on while these change."""
-        return len(self.doomed), self.report.bytes
 
     @property
     def alone(self) -> bool:
@@ -294,7 +291,7 @@ class Caretaker:
 
     def _doom(self, namespace: str, removed: Entries) -> None:
         keys = zip(keys_of(removed), removed["generation"].tolist(), strict=True)
-        self.doomed.extend((namespace, key) for key in keys)
+        self._doomed.extend((namespace, key) for key in keys)
 
     def _make_report(self) -> CaretakerReport:
         capacity = self._capacity()
@@ -335,31 +332,31 @@ class Caretaker:
     def _delete_doomed(self) -> None:
         """Delete what is recorded as removed, as much as a round has time for."""
         until = self._steady() + self._limits.lease_s / _DELETES_SHARE
-        while self.doomed and self._steady() < until:
-            batch = list(islice(self.doomed, DELETES_MAX))
+        while self._doomed and self._steady() < until:
+            batch = list(islice(self._doomed, self._store.deletes_at_once))
             deadline = time.monotonic() + self._lease.confirm()
             names = [block_name(namespace, *key) for namespace, key in batch]
             try:
                 failed = self._store.delete(names, deadline=deadline)
             except Misconfigured as error:  # which only a change of settings ends
                 failed = dict.fromkeys(names, error)
-            self._doomed_bytes -= self._doomed_bytes * len(batch) // len(self.doomed)
+            self._doomed_bytes -= self._doomed_bytes * len(batch) // len(self._doomed)
             for _ in batch:
-                self.doomed.popleft()
+                self._doomed.popleft()
             self._yield()
             if failed:
                 self._note_kept(batch, failed)
 
-        if not self.doomed:
+        if not self._doomed:
             self._doomed_bytes = 0  # also of blocks that an audit found to be gone already
 
     def _note_kept(
         self, batch: Sequence[tuple[str, ObjectKey]], failed: Mapping[str, StoreError]
     ) -> None:
         """A locked object, say, must not hold up all others: the next audit tries again."""
-        if not self.kept:
+        if not self._kept:
             _log.warning("objects cannot be deleted: %s", next(iter(failed.values())))
-        self.kept += len(failed)
+        self._kept += len(failed)
         self._kept_bytes += sum(
             self._block_bytes(namespace)
             for namespace, key in batch
@@ -489,29 +486,30 @@ class Caretaker:
         found.run(list(self._indexes), stop_at=stop_at)
         if any(each.corrections or each.leftovers for each in found.findings.values()):
             self._lease.confirm()
-        self.kept = self._kept_bytes = 0
+        self._kept = self._kept_bytes = 0
         for namespace, findings in found.findings.items():
             wrong = joined(findings.corrections)
             for start in range(0, len(wrong), _EVICTED_AT_ONCE):
                 self._record(namespace, wrong[start : start + _EVICTED_AT_ONCE])
-            self.doomed.extend((namespace, key) for key in findings.leftovers)
+            self._doomed.extend((namespace, key) for key in findings.leftovers)
         self._lost_bytes -= lost
         self.report = msgspec.structs.replace(self.report, measured=True)
         self.needs_audit = self._lost_bytes > 0
         self._delete_doomed()
         for namespace, journal in self._journals.items():
-            if not self.doomed and not self.kept and journal.complete:
+            if not self._doomed and not self._kept and journal.complete:
                 self._indexes[namespace].forget_removed(
                     int((begun_s - self._limits.remembered_s) * 1e6)
                 )
             journal.drop_damaged()
-        self._join_manifests()
+            if journal.worth_joining():
+                self._join(namespace)
         self._sweep(found.descriptions)
         for _ in self._store.sweep(_CRASHED_S):
             self._yield()
 
     def _sweep(self, descriptions: Descriptions) -> None:
-        """Remove what is left of namespaces without a block."""
+        """Remove what is left of namespaces without a block, and of the first alpha."""
         now_s = self._lease.store_time()
         for namespace in descriptions.without_blocks():
             if namespace == self._own.namespace:
@@ -521,6 +519,7 @@ class Caretaker:
                 self._indexes.pop(namespace, None)
                 self._journals.pop(namespace, None)
             self._yield()
+        namespaces.remove_old_claims(self._store, descriptions.old_claims, now_s)
 
     def _too_old_s(self) -> float:
         """By the store's clock."""
@@ -532,11 +531,9 @@ class Caretaker:
             self._read(namespace)
         return self._indexes[namespace]
 
-    def _join_manifests(self) -> None:
-        for namespace, journal in self._journals.items():
-            if journal.worth_joining():
-                self._lease.confirm()
-                journal.join(self._indexes[namespace].entries)
+    def _join(self, namespace: str) -> None:
+        self._lease.confirm()
+        self._journals[namespace].join(self._indexes[namespace].entries)
 
 
 def fair_share(free: int, granted: Sequence[int]) -> int:

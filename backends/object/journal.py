@@ -68,7 +68,6 @@ class Journal:
         self._level = logging.DEBUG if quiet else logging.WARNING
         self.namespace = namespace
         self._digest = bytes.fromhex(namespace)
-        self._prefix = manifest_prefix(namespace)
         self.writer = writer or new_writer()
         self.number = 0
         """Of the next manifest."""
@@ -98,7 +97,7 @@ class Journal:
         self.number = number + 1
         name = f"{self.writer}-{number:010d}"
         pieces = manifests.pack(self._digest, entries, covers)
-        self._store.put(f"{self._prefix}{name}", pieces)
+        self._store.put(self._full_name(name), pieces)
         self._seen.add(name)
         self._sizes[name] = sum(map(len, pieces))
         self._remember(entries)  # of which others tell, too
@@ -150,7 +149,7 @@ class Journal:
         for name in covers:
             del self._sizes[name]
         if replaced:
-            self._store.delete([f"{self._prefix}{name}" for name in replaced])
+            self._store.delete([self._full_name(name) for name in replaced])
 
     def worth_joining(self) -> bool:
         """Whether there are many manifests beside the largest."""
@@ -176,14 +175,17 @@ class Journal:
         for name in covers:
             del self._sizes[name]
         self._joined.update(covers)  # or a store that keeps them would have them joined again
-        self._store.delete([f"{self._prefix}{name}" for name in sorted(self._joined)])
+        self._store.delete([self._full_name(name) for name in sorted(self._joined)])
 
     def drop_damaged(self) -> None:
         """Delete damaged manifests: an audit has recorded anew what they said."""
-        failed = self._store.delete([f"{self._prefix}{name}" for name in self.damaged])
-        self.damaged = {name for name in self.damaged if f"{self._prefix}{name}" in failed}
+        failed = self._store.delete([self._full_name(name) for name in self.damaged])
+        self.damaged = {name for name in self.damaged if self._full_name(name) in failed}
 
     # -- reading ---------------------------------------------------------------------------------
+
+    def _full_name(self, name: str) -> str:
+        return f"{manifest_prefix(self.namespace)}{name}"
 
     def _list(self, relayed: bool) -> dict[str, int]:
         """Sizes of the manifests that are there, by name; the largest are left out if all together
@@ -191,8 +193,9 @@ class Journal:
         found = {}
         total = 0
         skipped = self.damaged | self._unreadable
+        prefix = manifest_prefix(self.namespace)
         remedy = "see that servers may delete those that they have joined"
-        listed = bounded(self._store.list(self._prefix), _MANIFESTS_MAX, "manifests", remedy)
+        listed = bounded(self._store.list(prefix), _MANIFESTS_MAX, "manifests", remedy)
         for info in sorted(listed, key=lambda info: info.size):
             name = parse_manifest(info.name)
             if name is None or name in skipped or (relayed and not is_of_caretaker(name)):
@@ -201,7 +204,7 @@ class Journal:
             if total > MANIFEST_BYTES_MAX:
                 self._warn_once(
                     "too many",
-                    f"manifests below {self._prefix} have more than {MANIFEST_BYTES_MAX} bytes: "
+                    f"manifests below {prefix} have more than {MANIFEST_BYTES_MAX} bytes together: "
                     "the largest are not read",
                 )
                 break
@@ -281,12 +284,12 @@ class Journal:
             self._warn_once(
                 kind,
                 f"{len(some)} manifests may not be read and are left alone, a listing will tell: "
-                f"{self._prefix}{name}: {error}",
+                f"{self._full_name(name)}: {error}",
             )
 
     def _read_one(self, name: str, size: int, covered: set[str]) -> Entries | _Unreadable | None:
         """None if it has vanished."""
-        full_name = f"{self._prefix}{name}"
+        full_name = self._full_name(name)
         for again in (True, False):  # damage on the way is gone the second time
             try:
                 return self._read_whole(full_name, size, covered)

@@ -41,7 +41,7 @@ from kvtier.backends.object.object_names import ServerName, description_name
 from kvtier.backends.object.queues import OfferedBlocks, Outbox, Update, enqueue
 from kvtier.backends.object.stores.errors import EndlessListing, StoreError, StoreFull
 from kvtier.backends.object.stores.store import Store
-from kvtier.backends.object.stores.wrapper import KeeperStore
+from kvtier.backends.object.stores.wrapper import ReadOnlyStore, RevocableStore
 from kvtier.backends.object.use_counts import Uses
 from kvtier.record.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
@@ -93,7 +93,7 @@ class Keeper:
         self.caretaker: Caretaker | None = None
         self.spared: Callable[[], Sequence[BlockKey]] = lambda: ()
         """Blocks that are being read here."""
-        self._store = KeeperStore(store, only_reads=self.only_reads)
+        self._store = RevocableStore(ReadOnlyStore(store) if self.only_reads else store)
         self._clock = clock
         self._steady = steady
         self._yield = GilYield(self._during_long_work)
@@ -184,12 +184,11 @@ class Keeper:
                 self.run_once()
 
     def flush(self) -> None:
-        """Record everything that the tier has reported so far; `unwell` if that fails."""
+        """Record everything that the tier has reported so far; silent if the store is away."""
         with self._mutex:
             try:
                 self.outbox.record()
             except StoreError as error:
-                self.unwell = True
                 _log.debug("object tier: %s", error)
 
     def refresh(self) -> None:

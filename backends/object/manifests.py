@@ -165,15 +165,17 @@ def unpack(
     return entries, covers
 
 
-def key_prints(entries: Entries) -> Prints:
-    """The same for all generations of a key."""
-    return object_prints(entries, 0)
-
-
-def object_prints(entries: Entries, generations: npt.ArrayLike | None = None) -> Prints:
+def object_prints(entries: Entries) -> Prints:
     """64 bits for each key and generation, mixed from all their bits."""
-    if generations is None:
-        generations = entries["generation"]
+    return _fingerprints(entries, entries["generation"])
+
+
+def key_prints(entries: Entries) -> Prints:
+    """The same whatever the generation is."""
+    return _fingerprints(entries, 0)
+
+
+def _fingerprints(entries: Entries, generations: npt.NDArray[np.uint16] | int) -> Prints:
     prints = entries["key_bytes"].astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
     prints += np.uint64(0xD6E8FEB86659FD93) * np.asarray(generations, np.uint64)
     for column, odd in zip(_key_words(entries), _ODD, strict=True):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kvtier.backends.object.object_names import (
     NAMESPACE_CHARS,
+    OLD_CLAIMS,
     SERVERS,
     described_namespace,
     description_name,
@@ -39,6 +40,8 @@ class Descriptions:
         self._bytes: dict[str, int] = defaultdict(int)
         self._in_use: set[str] = set()
         """Namespaces with blocks, or with something that this kvtier does not know."""
+        self.old_claims: list[ObjectInfo] = []
+        """Those of the first alpha, which nobody reads any more."""
 
     def add_block(self, namespace: str) -> None:
         self._in_use.add(namespace)
@@ -49,6 +52,8 @@ class Descriptions:
         if namespace is None:
             if info.name[NAMESPACE_CHARS : NAMESPACE_CHARS + 1] == "/":
                 self._in_use.add(info.name[:NAMESPACE_CHARS])
+        elif info.name.startswith(OLD_CLAIMS):
+            self.old_claims.append(info)
         else:
             self._bytes[namespace] += info.size
             check_namespaces(self._bytes)
@@ -72,10 +77,14 @@ def _listed(store: Store) -> Iterator[str]:
         after = f"{name}0"  # behind all that begins with the name and "/"
 
 
-def leftovers(store: Store, namespace: str, now_s: float) -> list[str] | None:
-    """The names of what describes a namespace that nobody uses, in the order in which they are
-    deleted. None if a server may live there, or if there are blocks, or something young or unknown.
-    `now_s` is not later than the store's own time."""
+def is_unused(store: Store, namespace: str, now_s: float) -> bool:
+    """Whether `remove` would delete what describes this namespace. Raises StoreError."""
+    return _leftovers(store, namespace, now_s) is not None
+
+
+def _leftovers(store: Store, namespace: str, now_s: float) -> list[str] | None:
+    """Names in the order in which they are deleted. None if a server may live there, or if there
+    are blocks, or something young or unknown. `now_s` is not later than the store's own time."""
     servers = list(store.list(f"{SERVERS}{namespace}-"))
     if any(now_s - info.modified_s < GRACE_S for info in servers):
         return None
@@ -91,8 +100,15 @@ def leftovers(store: Store, namespace: str, now_s: float) -> list[str] | None:
 def remove(store: Store, namespace: str, now_s: float) -> bool:
     """Delete what describes a namespace; False if it is in use, or something could not be deleted.
     Raises StoreError."""
-    found = leftovers(store, namespace, now_s)
+    found = _leftovers(store, namespace, now_s)
     if found is None:
         return False
     failed: dict[str, StoreError] = dict(store.delete(found[:-1]))
     return not failed and not store.delete(found[-1:])
+
+
+def remove_old_claims(store: Store, claims: list[ObjectInfo], now_s: float) -> None:
+    """Delete claims of the first alpha that no server of that version renews any more."""
+    old = [info.name for info in claims if now_s - info.modified_s >= GRACE_S]
+    if old:
+        store.delete(old)

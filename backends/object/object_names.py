@@ -28,6 +28,8 @@ ObjectKey = tuple[BlockKey, int]
 NAMESPACE_CHARS = 32
 TERMS = "caretaker/"
 SERVERS = "servers/"
+OLD_CLAIMS = "claims/"
+"""Claims of the first alpha: nobody reads them any more."""
 
 _BLOCK = re.compile(
     r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{2})/"
@@ -39,7 +41,7 @@ _SERVER = re.compile(
     r"servers/([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9]{1,19})-([0-9]{1,19})"
 )
 _DESCRIBES = re.compile(
-    r"servers/([0-9a-f]{32})-.+"
+    r"(?:servers|claims)/([0-9a-f]{32})-.+"
     r"|([0-9a-f]{32})/(?:namespace\.json|retained/[0-9a-f]{16}"
     r"|(?:manifest|uses)/[0-9a-f]{16}-[0-9]{10})"
 )

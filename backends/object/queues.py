@@ -129,13 +129,7 @@ class Outbox:
         """Record what is queued now; raises StoreError."""
         queued = len(self._entries)
         while queued:
-            taken: list[tuple[Entries, int, int]] = []
-            rows = 0  # as many of the first pieces in the queue as go into one manifest
-            for piece in islice(self._entries, queued):
-                taken.append(piece)
-                rows += len(piece[0])
-                if rows >= _ENTRIES_MAX:
-                    break
+            taken = self._next_manifest(queued)
             queued -= len(taken)
             number = self._journal.append(merge([piece[0] for piece in taken]))
             for _, reserved, dropped in taken:
@@ -146,3 +140,13 @@ class Outbox:
         """Write an empty manifest: the caretaker has not told of our last one. Raises
         StoreError."""
         self._budget.settle(self._journal.append(np.zeros(0, ENTRY)))
+
+    def _next_manifest(self, queued: int) -> list[tuple[Entries, int, int]]:
+        """As many of the first pieces in the queue as go into one manifest."""
+        taken = list(islice(self._entries, min(queued, _ENTRIES_MAX)))
+        rows = 0
+        for count, (entries, _, _) in enumerate(taken, 1):
+            rows += len(entries)
+            if rows >= _ENTRIES_MAX:
+                return taken[:count]
+        return taken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -83,13 +82,6 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
         """Whether nothing in the store may be changed."""
         return self.write is WritePolicy.NEVER
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of a file:// url; None of any other text."""
-        with suppress(Misconfigured):
-            return parse_url(self.url).folder
-        return None
-
 
 class Location(NamedTuple):
     """What a url names: a folder, or a bucket of a cloud and the prefix of all names in it."""
@@ -168,9 +160,12 @@ def _reached(settings: ObjectSettings) -> BucketSettings:
 
 def capacity_of(settings: ObjectSettings) -> int:
     """The budget in bytes."""
-    folder = settings.folder
-    standing = folder if folder is None or folder.exists() else folder.parent
-    return settings.capacity.resolve(0 if standing is None else Disk().total_bytes(standing))
+    folder = parse_url(settings.url).folder
+    if folder is None:
+        return settings.capacity.resolve(0)
+    return settings.capacity.resolve(
+        Disk().total_bytes(folder if folder.exists() else folder.parent)
+    )
 
 
 def check_settings(settings: ObjectSettings, record_bytes: int) -> None:

@@ -185,7 +185,7 @@ def _copy(
     inspectors = _look(origin.stack, tiers, wanted.namespace)
     named = origin.tier is not None or tier is not None
     if named:
-        _check_sources(inspectors, must_exist=origin.tier is not None)
+        _complete(inspectors, goal, wanted, must_exist=origin.tier is not None)
     prompts = None
     if wanted.prompts is not None:
         console.note("reading the prompts")
@@ -343,15 +343,16 @@ def _look(stack: StackConfig, tiers: Sequence[int], namespace: str | None) -> li
     return look(stack, tiers, Depth.RECORDED, uses_of=(namespace or "").lower())
 
 
-def _check_sources(inspectors: Inspectors, *, must_exist: bool) -> None:
-    """Raises KVTierError if a store that was named cannot be read, or there is nothing where there
-    must be something."""
+def _complete(inspectors: Inspectors, goal: CopyEnd, wanted: Wanted, *, must_exist: bool) -> None:
+    """Have a store that was named listed: blocks of a command that was cut off are written down
+    nowhere. Raises KVTierError if there is nothing where there must be something."""
     for each in inspectors:
         if each.reach is not Reach.SHARED:
             continue
         found = each.contents
         if found.troubles and not found.parts:
             raise KVTierError(found.troubles[0])
+        each.complete((wanted.namespace or "").lower(), _room_in(goal, wanted.size))
         if must_exist and not any(part.blocks for part in found.parts):
             raise KVTierError(
                 f"there are no blocks in {found.where}: see that it is the right place"
@@ -479,8 +480,7 @@ class _Copy:
         ):
             sink.fill(choice.pieces(sink.piece), result, bar)
             sink.carry_uses(choice.used())
-        if sink.unrecorded:
-            result.untold = result.copied
+        sink.check(result)
 
     def _take_room(self, choice: Choice, namespace: Namespace) -> None:
         """These are there now."""

@@ -27,7 +27,7 @@ from kvtier.cli.console import Progress, warn
 from kvtier.cli.inspect import Inspectors
 from kvtier.cli.signals import uninterrupted
 from kvtier.errors import MediumError
-from kvtier.inspect import Filling, Source
+from kvtier.inspect import CopyAudit, Filling, Source
 from kvtier.inspect.filling import ROW, Rows
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.mover import Mover, Transfer, TransferKind, TransferResult
@@ -309,6 +309,7 @@ class Sink:
     ) -> None:
         self._tier = tier
         self._filling = filling
+        self._written: CopyAudit | None = filling.audit(namespace)
         self._mover = mover
         self._reader = reader
         self._namespace = namespace
@@ -317,8 +318,6 @@ class Sink:
         self._ids = count()
         self.stored: list[BlockKey] = []
         """What was not there before, and is there once all is filled."""
-        self.unrecorded = False
-        """Whether the tier could not write down what was stored."""
         self._here: list[BlockKey] = []  # what was asked for, and was there before
         self._evicting = False
         self._full = False
@@ -352,6 +351,8 @@ class Sink:
         left = self._lacking(keys)
         lacking = set(left)
         here = [key for key in keys if key not in lacking]
+        if self._written is not None:
+            self._written.add(here)
         if self._evicting:
             self._pin(here)
         else:
@@ -392,6 +393,8 @@ class Sink:
     ) -> set[BlockKey]:
         """Reserve room for what there is room for, set it on its way, and say what that is."""
         reserved = self._tier.prepare_store(keys, evict=self._evicting)
+        if self._written is not None:
+            self._written.drop(reserved.evicted)
         if not reserved.keys:
             return set()
         numbers = [number_of[key] for key in reserved.keys]
@@ -484,6 +487,8 @@ class Sink:
             gone = set(lost)
             kept = [key for key in keys if key not in gone]
             self.stored += kept
+            if self._written is not None:
+                self._written.add(kept)
             result.not_stored += len(lost)
             result.copied += len(keys) - len(lost)
             result.bytes += sum(map(self._namespace.payload_of, keys))
@@ -510,8 +515,6 @@ class Sink:
     def flush(self) -> None:
         """Have written down what was stored, however long it takes: a listing may be under way."""
         self._tier.flush()
-        self._tier.tick()
-        self.unrecorded = self._tier.unwell
 
     def close(self) -> None:
         """Let what is being written land, drop the rest, and close everything, within seconds. What
@@ -521,6 +524,11 @@ class Sink:
         for ended in self._mover.poll():
             self._commit(ended, unheard)
         self._tier.close()
+
+    def check(self, result: Copied) -> None:
+        """Ask the tier, once all is closed, whether it has written down what was copied."""
+        if self._written is not None:
+            result.untold = self._written.missing()
 
 
 @contextmanager

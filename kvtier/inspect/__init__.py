@@ -20,13 +20,14 @@ from kvtier.inspect.contents import (
     Reporter,
     Stored,
 )
-from kvtier.inspect.filling import Filling, Source
+from kvtier.inspect.filling import CopyAudit, Filling, Source
 from kvtier.inspect.inspector import Inspector, Proof, Prover, Verdict
 
 __all__ = [
     "Block",
     "Cleared",
     "Contents",
+    "CopyAudit",
     "Depth",
     "Filling",
     "Finding",

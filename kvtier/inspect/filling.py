@@ -42,6 +42,22 @@ class TierOpener(Protocol):
     def open_handler(self, settings: Any, context: TierContext) -> Handler: ...
 
 
+class CopyAudit(ABC):
+    """What a tier should have written down about its blocks once a copy has ended."""
+
+    @abstractmethod
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """These are there."""
+
+    @abstractmethod
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """These had to make room."""
+
+    @abstractmethod
+    def missing(self) -> int:
+        """How many of them nothing tells of: nobody will find them but by a listing."""
+
+
 class Filling(Generic[S]):
     """How one tier is filled, as a tier of its stack."""
 
@@ -121,6 +137,10 @@ class Filling(Generic[S]):
     ) -> None:
         """Write down how often blocks were used, and when last, before they came here."""
         tier.carry_uses(used)
+
+    def audit(self, namespace: Namespace) -> CopyAudit | None:
+        """What is to be asked, once all is closed, whether it tells of what was copied."""
+        return None
 
 
 ROW = np.dtype(

@@ -317,6 +317,10 @@ class Inspector(ABC, Generic[S]):
         listed = [stored for stored in self.listing() if stored.namespace.id == namespace]
         return [ListedSource(self.tier, self.kind, self._open_handler, listed)]
 
+    def complete(self, namespace: str, room: int) -> None:
+        """Add to a look at what is written down what only a listing finds, of namespaces that begin
+        so; not where what is written down fills all the room there is. Raises MediumError."""
+
     def filling(self) -> Filling[S]:
         """How it is filled by a copy."""
         return Filling(self.opener, self.settings, self.context, self.capacity())

@@ -513,6 +513,10 @@ class InspectionContract:
                 filling.carry_uses(rig.tier, NAMESPACE, {keys[0]: (3, 1.0)})
                 rig.close()
             assert stored == keys
+            written = filling.audit(NAMESPACE)
+            if written is not None:
+                written.add(keys)
+                assert written.missing() == 0
             inspector = opened(rig)
             if sees(inspector):
                 assert {block.key for block in inspector.blocks()} == set(keys)

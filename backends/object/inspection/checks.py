@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier import amounts
-from kvtier.backends.object.inspection.store_access import new_probe
+from kvtier.backends.object.inspection.store_access import local_folder, new_probe
 from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
 from kvtier.backends.object.stores.store import PutOutcome, Store, is_name
@@ -33,7 +33,7 @@ _WHERE = {
 def check_store(area: str, settings: ObjectSettings) -> Iterator[Finding]:
     """List, put, conditional put, get and delete, with one small object that is removed again; of
     a store that is only read, list and get."""
-    folder = settings.folder
+    folder = local_folder(settings.url)
     if folder is not None and not folder.exists():
         yield Finding(area, Level.OK, f"{folder} will be made")
         return
@@ -56,7 +56,7 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
         yield listed
         return
     took = amounts.duration(time.perf_counter() - start)
-    if settings.folder is not None and (closed := _closed_below(settings.folder)):
+    if (folder := local_folder(settings.url)) and (closed := _closed_below(folder)):
         what = f"{closed} may not be read, and so nothing is known of all that is there"
         yield Finding(area, Level.BAD, what, WHOSE)
         return

@@ -1,59 +1,74 @@
-"""Blocks read out of a store, to be copied or proved, and copies into it.
+"""Copies out of a store and into it.
 
-A copy from a store reads its manifests, because a listing takes minutes: what a server that was
-killed had not written down is copied after the next audit. A copy into a store is one more server
-beside all that share it, and audits it if no other server is the caretaker.
+Who copies from a store reads its manifests, because a listing takes minutes. But whoever stores in
+it may be killed, or lose the store, before it has written down what it did. Where engines use the
+store their caretaker's next audit makes up for that; in one that only holds snapshots nobody lists
+anything. A copy into a store is one more server beside all that share it.
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.backends.object import manifests
+from kvtier.backends.object.block_index import BlockIndex
 from kvtier.backends.object.budget import UNLIMITED
-from kvtier.backends.object.handler import ObjectSpec, decompress
+from kvtier.backends.object.handler import ObjectSpec
 from kvtier.backends.object.inspection.store_access import opened_store
-from kvtier.backends.object.manifests import Entries
-from kvtier.backends.object.settings import ObjectSettings, open_for
-from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
-from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifests import ADDED, REMOVED, Entries
+from kvtier.backends.object.object_names import blocks_prefix, parse_block
+from kvtier.backends.object.settings import ObjectSettings
+from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.use_counts import Uses
-from kvtier.errors import FormatError, MediumError
-from kvtier.inspect import Filling, InspectorContext
-from kvtier.inspect.contents import Block
+from kvtier.errors import MediumError
+from kvtier.inspect import CopyAudit, Filling, InspectorContext, Reporter
 from kvtier.inspect.filling import ROW, HandlerSource, TierOpener
 from kvtier.inspect.filling import Rows as SourceRows
-from kvtier.inspect.inspector import NEWER, Proof, Prover, Verdict, is_newer, judge
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.tier import Tier
-from kvtier.record.record import CODEC_RAW, HEADER_BYTES, Header, record_bytes
+from kvtier.record.record import HEADER_BYTES
 from kvtier.settings import ByteSize, Capacity, WritePolicy
-from kvtier.types import PAYLOAD_BYTES_MAX, BlockKey, LoadStoreSpec, Namespace
+from kvtier.types import BlockKey, LoadStoreSpec, Namespace
 
+_AT_ONCE = 4096
 Counts = npt.NDArray[np.uint32]
 
 
 class ManifestSource(HandlerSource):
     """Blocks of one namespace in a store. `at` is a block's generation."""
 
-    entries: Entries
-    uses: tuple[Counts, Counts] | None = None
+    def __init__(
+        self,
+        tier: int,
+        kind: str,
+        open_handler: Callable[[Namespace], Handler],
+        entries: Entries,
+        uses: tuple[Counts, Counts] | None,
+        *,
+        waits: bool,
+    ) -> None:
+        super().__init__(tier, kind, open_handler)
+        self._entries = entries
+        self._uses = uses
+        self.waits = waits
 
     def rows(self) -> SourceRows:
-        entries = self.entries
+        entries = self._entries
         rows = np.zeros(len(entries), ROW)
         rows["key"], rows["key_bytes"] = entries["key"], entries["key_bytes"]
         rows["at"], rows["bytes"] = entries["generation"], entries["size"]
         rows["stored_at"] = entries["time_us"] / 1e6
-        if self.uses is not None:
-            rows["uses"], rows["used_at"] = self.uses
+        if self._uses is not None:
+            rows["uses"], rows["used_at"] = self._uses
         return rows
 
     def spec(self, at: Sequence[int]) -> LoadStoreSpec:
@@ -99,72 +114,71 @@ class ObjectFilling(Filling[ObjectSettings]):
         with opened_store(self.opened_settings()) as store:
             Uses(store, namespace.id, secrets.token_hex(8), 0.0).carry(used)
 
+    def audit(self, namespace: Namespace) -> ManifestCopyAudit:
+        return ManifestCopyAudit(self.settings, namespace, self.reporter)
 
-class StoreProver(Prover):
-    """Reads objects whole and checks them. `where` of a block is its object's name."""
 
-    def __init__(self, settings: ObjectSettings, namespaces: Mapping[str, Namespace]) -> None:
+class ManifestCopyAudit(CopyAudit):
+    """The blocks that manifests should name once a copy has ended: eight bytes of each."""
+
+    def __init__(self, settings: ObjectSettings, namespace: Namespace, reporter: Reporter) -> None:
         self._settings = settings
-        self._namespaces = namespaces
-        self._store: Store | None = None
-        self._opening = threading.Lock()
+        self._namespace = namespace
+        self._reporter = reporter
+        self._there = [_marks([])]
+        self._dropped = [_marks([])]
 
-    def _opened(self) -> Store:
-        with self._opening:  # several threads prove at once
-            if self._store is None:
-                try:
-                    self._store = open_for(self._settings)
-                except StoreError as error:
-                    raise MediumError(str(error)) from error
-            return self._store
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        self._there.append(_marks(keys))
 
-    def bytes_of(self, block: Block) -> int:
-        """What an object says itself does not count: it is unpacked only if it has the size that
-        its namespace says."""
-        namespace = self._namespaces.get(block.namespace)
-        if namespace is None:
-            return super().bytes_of(block)
-        return block.bytes + 2 * record_bytes(namespace.payload_of(block.key))
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        self._dropped.append(_marks(keys))
 
-    def prove(self, block: Block) -> Verdict:
-        if not HEADER_BYTES <= block.bytes <= HEADER_BYTES + PAYLOAD_BYTES_MAX:
-            return Verdict(Proof.BAD, f"an object of {block.bytes} bytes is no record")
-        stored = memoryview(bytearray(block.bytes))
+    def missing(self) -> int:
+        """All of them, if the manifests cannot be read."""
+        expected = np.setdiff1d(np.concatenate(self._there), np.concatenate(self._dropped))
+        if not len(expected):
+            return 0
         try:
-            length = self._opened().get(block.where, [stored])
-        except LengthMismatch as error:
-            return Verdict(Proof.BAD, str(error))
-        except StoreError as error:
-            return Verdict(Proof.UNREAD, str(error))
-        if length is None:
-            return Verdict(Proof.GONE, "it was deleted meanwhile")
-        stored = stored[:length]
-        if is_newer(stored):
-            return NEWER
-        try:
-            return judge(_raw(stored, block, self._namespaces.get(block.namespace)), block)
-        except FormatError as error:
-            return Verdict(Proof.BAD, str(error))
+            with opened_store(self._settings) as store:
+                entries = Journal(store, self._namespace.id).read_all()
         except MediumError as error:
-            return Verdict(Proof.UNREAD, str(error))
+            self._reporter.warn(f"what the store tells of its blocks cannot be read: {error}")
+            return len(expected)
+        recorded = manifests.key_prints(entries[entries["kind"] == ADDED])
+        return int(np.isin(expected, recorded, invert=True).sum())
 
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+
+def _marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
+    return manifests.key_prints(manifests.objects_of(keys, [0] * len(keys)))
 
 
-def _raw(stored: memoryview, block: Block, namespace: Namespace | None) -> memoryview:
-    """The record as it is on all other media; raises FormatError if it cannot be one, MediumError
-    if that cannot be told."""
-    header = Header.read(stored)
-    if header.stored_bytes != len(stored) - HEADER_BYTES:
-        raise FormatError("the object is cut short")
-    if header.codec == CODEC_RAW:
-        return stored
-    if namespace is None:
-        # Its description may be lost, or could not be read just now: that is no proof against it.
-        raise MediumError("it is compressed, and nothing says how large its payload should be")
-    size = namespace.payload_of(block.key)
-    record = memoryview(bytearray(record_bytes(size)))
-    decompress(stored, header, record[: HEADER_BYTES + size])
-    return record
+def find_unrecorded(store: Store, namespace: Namespace, where: str, reporter: Reporter) -> Entries:
+    """Entries for the blocks that a listing finds and no manifest names."""
+    stated = BlockIndex(Journal(store, namespace.id).read_all())
+    pieces = []
+    with reporter.progress(f"listing {where}:", 0, "objects") as bar:
+        listed = store.list(blocks_prefix(namespace.id))
+        while some := list(islice(listed, _AT_ONCE)):
+            bar.advance(len(some))
+            pieces.append(_unrecorded(some, stated))
+    return manifests.joined(pieces)
+
+
+def _unrecorded(listed: Sequence[ObjectInfo], stated: BlockIndex) -> Entries:
+    """Entries for those of these objects that are blocks and that nothing tells of. What is there
+    because its deletion failed is told of: as removed."""
+    blocks = [(info, parsed) for info in listed if (parsed := parse_block(info.name))]
+    entries = manifests.pack_entries(
+        ADDED,
+        [key for _, (_, key, _) in blocks],
+        [generation for _, (_, _, generation) in blocks],
+        [info.size for info, _ in blocks],
+        [int(info.modified_s * 1e6) for info, _ in blocks],
+    )
+    rows = stated.find(entries)
+    unrecorded = rows < 0
+    about = stated.entries[rows[~unrecorded]]
+    again = about["time_us"] < entries["time_us"][~unrecorded]
+    unrecorded[~unrecorded] = again & (about["kind"] == REMOVED)
+    return entries[unrecorded]

@@ -1,43 +1,30 @@
-"""What lies below an object tier's url: by one listing, or by its manifests."""
+"""What lies below an object tier's url, seen through one listing, or through its manifests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from kvtier.backends.object import namespaces
 from kvtier.backends.object.inspection.checks import check_store
-from kvtier.backends.object.inspection.copies import ManifestSource, ObjectFilling, StoreProver
+from kvtier.backends.object.inspection.copies import ManifestSource, ObjectFilling, find_unrecorded
+from kvtier.backends.object.inspection.garbage import find_garbage
+from kvtier.backends.object.inspection.proofs import StoreProver
 from kvtier.backends.object.inspection.store_access import (
     delete_objects,
-    find_garbage,
+    local_folder,
     measuring_prefix,
     opened_store,
     remove_namespace,
 )
-from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.manifests import ADDED, Entries
-from kvtier.backends.object.object_names import (
-    blocks_prefix,
-    described_namespace,
-    parse_block,
-    parse_manifest,
-)
+from kvtier.backends.object.inspection.store_survey import StoreSurvey, closed
+from kvtier.backends.object.object_names import blocks_prefix, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of, open_for
-from kvtier.backends.object.stores.errors import Forbidden, StoreError, TimedOut
-from kvtier.backends.object.stores.store import (
-    ObjectInfo,
-    Store,
-    check_namespaces,
-    read_description,
-)
-from kvtier.backends.object.use_counts import count_uses, used_blocks
+from kvtier.backends.object.stores.errors import StoreError
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.errors import ConfigError, MediumError
 from kvtier.inspect import (
     Block,
@@ -54,19 +41,9 @@ from kvtier.inspect import (
 )
 from kvtier.inspect.contents import standing
 from kvtier.inspect.filling import TAKE_ALL, TierOpener
-from kvtier.slab.layout import keys_of
+from kvtier.record.record import record_bytes
 from kvtier.system.disk import Disk
-from kvtier.types import BlockKey, Namespace
-
-Counts = npt.NDArray[np.uint32]
-
-
-class Recorded(msgspec.Struct):
-    """What manifests tell of the blocks of a namespace."""
-
-    entries: Entries
-    uses: tuple[Counts, Counts] | None = None
-    """How often each of these was used, and when last; None if nobody asked."""
+from kvtier.types import Namespace
 
 
 class ObjectInspector(Inspector[ObjectSettings]):
@@ -78,25 +55,13 @@ class ObjectInspector(Inspector[ObjectSettings]):
         self, opener: TierOpener, settings: ObjectSettings, context: InspectorContext
     ) -> None:
         super().__init__(opener, settings, context)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._uses_of: str | None = None
-        """How the namespaces begin of which it is asked how often their blocks were used."""
-        self._recorded: dict[str, Recorded] = {}
-        self._used: dict[str, dict[BlockKey, tuple[int, float]]] = {}
-        """By namespace, how often the blocks that a listing has found were used, and when last; it
-        lacks those that never were, and namespaces of which nobody has counted it."""
-        self._served: dict[str, float] = {}
-        """By namespace, when a server last said in a store that it runs, or what it has used."""
-        self._timed_out: TimedOut | None = None
-        """What the store did not return in time."""
+        self._survey = StoreSurvey()
 
     def where(self) -> str:
         return self.settings.url
 
     def folder(self) -> Path | None:
-        return self.settings.folder
+        return local_folder(self.settings.url)
 
     def unusable(self) -> ConfigError | None:
         """Such as a profile that another user may have. Makes no request."""
@@ -115,143 +80,22 @@ class ObjectInspector(Inspector[ObjectSettings]):
         found.capacity = capacity_of(self.settings)
         if folder is not None:
             found.free = Disk().free_bytes(standing(folder))
-        self._forget()
-        self._uses_of = uses_of
+        self._survey = StoreSurvey(self.tier, self.kind, found, uses_of, self.reporter)
         if folder is None or folder.exists():  # opening the store would make it
             try:
                 with opened_store(self.settings) as store:
-                    self.survey(store, depth)
+                    self._survey.look(store, depth)
             except MediumError:
                 found.unseen = not found.parts
                 raise
         found.unseen = False
-
-    def survey(self, store: Store, depth: Depth) -> None:
-        """Raises StoreError; what was found before that stays."""
-        if depth is Depth.RECORDED:
-            self._read_manifests(store)
-        elif depth is Depth.COUNTED:
-            self._count(store)
-        else:
-            self._name(store)
-
-    def _name(self, store: Store) -> None:
-        """Which namespaces have blocks, by the first of each."""
-        failed: StoreError | None = None
-        for name in namespaces.listed(store):
-            if any(parse_block(info.name) for info in store.list(blocks_prefix(name))):
-                part = self.part(name)
-                self.contents.parts.append(part)
-                failed = self._read_about(store, part) or failed
-        if failed is not None:
-            raise failed
-
-    def _count(self, store: Store) -> None:
-        parts: dict[str, Part] = {}
-        found = self.contents
-        failed: StoreError | None = None
-        for info in self._listed(store):
-            found.used += info.size
-            parsed = parse_block(info.name)
-            if parsed is None:
-                if (described := described_namespace(info.name)) and not parse_manifest(info.name):
-                    self._served[described] = max(info.modified_s, self._served.get(described, 0.0))
-                continue
-            name, key, _ = parsed
-            part = parts.get(name)
-            if part is None:
-                part = parts[name] = self.part(name)
-                check_namespaces(parts)
-                failed = self._read_about(store, part) or failed
-            part.blocks += 1
-            part.bytes += info.size
-            part.add_times(info.modified_s, info.modified_s)
-            hits, used = self._used.get(name, {}).get(key, (0, 0.0))
-            if hits:
-                part.add_uses(hits, used)
-        found.parts = sorted(parts.values(), key=lambda part: -part.bytes)
-        if failed is not None:  # what is listed counts all the same
-            raise failed
-
-    def _read_about(self, store: Store, part: Part) -> StoreError | None:
-        """What tells of a namespace whose first block was listed; why it could not be read, if
-        so."""
-        if self._timed_out is not None:  # a person waits for one, not for one a namespace
-            return self._timed_out
-        name = part.namespace
-        try:
-            with self._troubled_if_closed(name):
-                namespace = self._describe(store, name)
-                shown = self._uses_of is not None and name.startswith(self._uses_of)
-                if shown and namespace and (found := used_blocks(store, name)) is not None:
-                    self._used[name] = _by_key(found)
-                    part.add_uses(0, 0.0)
-        except StoreError as error:
-            self._timed_out = error if isinstance(error, TimedOut) else None
-            return error
-        return None
-
-    @contextmanager
-    def _troubled_if_closed(self, name: str) -> Iterator[None]:
-        """What may not be read of one namespace keeps no other from being looked at."""
-        try:
-            yield
-        except Forbidden as error:
-            self.contents.troubles.append(f"{closed(self.contents.where, name)}{error}")
-
-    def _listed(self, store: Store) -> Iterator[ObjectInfo]:
-        """All objects; to a person who waits it is said how many they are: a million take
-        minutes."""
-        with self.reporter.progress(f"listing {self.contents.where}:", 0, "objects") as bar:
-            for info in store.list():
-                bar.advance(1)
-                yield info
-
-    def _describe(self, store: Store, name: str) -> Namespace | None:
-        namespace = read_description(store, name)
-        if namespace is not None:
-            self.contents.namespaces[name] = namespace
-        return namespace
-
-    def _read_manifests(self, store: Store) -> None:
-        for name in namespaces.listed(store):
-            with self._troubled_if_closed(name):
-                self._read_namespace(store, name)
-
-    def _read_namespace(self, store: Store, name: str) -> None:
-        namespace = self._describe(store, name)
-        if namespace is None:
-            if any(parse_block(info.name) for info in store.list(f"{name}/")):
-                self.contents.troubles.append(
-                    f"nothing in {self.contents.where} says what the namespace {name} means: its "
-                    "blocks are left alone; with a stack that has this url, kvtier clear "
-                    f"{name[:12]} --tier object removes them"
-                )
-            return
-        journal = Journal(store, name)
-        entries = journal.read_all()
-        if not journal.complete:
-            self.contents.troubles.append(
-                f"not all manifests of the namespace {name[:12]} in {self.contents.where} can be "
-                "read: the blocks that these list are left out"
-            )
-        added = entries[entries["kind"] == ADDED]
-        part = self.part(name)
-        part.blocks = len(added)
-        if len(added):
-            part.bytes = int(added["size"].sum())
-            times = added["time_us"] / 1e6
-            part.add_times(float(times.min()), float(times.max()))
-        shown = self._uses_of is not None and name.startswith(self._uses_of)
-        self._recorded[name] = Recorded(added, count_uses(store, name, added) if shown else None)
-        self.contents.parts.append(part)
 
     def blocks(self, namespace: str = "", begins: Sequence[str] = ("",)) -> Iterator[Block]:
         """Lists anew: of millions nobody holds a list."""
         for name in sorted(part.namespace for part in self.contents.parts):
             if not name.startswith(namespace):
                 continue
-            uses = self._used.get(name)
+            uses = self._survey.used_blocks.get(name)
             for info in self._list([blocks_prefix(name, digits) for digits in begins]):
                 if (parsed := parse_block(info.name)) is None:
                     continue
@@ -284,10 +128,9 @@ class ObjectInspector(Inspector[ObjectSettings]):
     # -- what goes
 
     def garbage(self, idle_s: float | None) -> Iterator[Garbage]:
+        served = self._survey.served
         with self.noting_troubles():
-            yield from find_garbage(
-                self.settings, self.contents, self._served, idle_s, self.reporter
-            )
+            yield from find_garbage(self.settings, self.contents, served, idle_s, self.reporter)
 
     def clear(self, part: Part) -> Iterator[Cleared]:
         yield self.try_to_clear(part, partial(self._remove, part.namespace))
@@ -313,22 +156,40 @@ class ObjectInspector(Inspector[ObjectSettings]):
     # -- copies out of it and into it
 
     def sources(self, namespace: str) -> list[Source]:
-        found = self._recorded.get(namespace)
-        if found is None:
+        entries = self._survey.manifests.get(namespace)
+        if entries is None:
             return []
-        source = ManifestSource(self.tier, self.kind, self._open_handler)
-        source.entries, source.uses, source.waits = found.entries, found.uses, self.folder() is None
-        return [source]
+        uses = self._survey.uses.get(namespace)
+        return [
+            ManifestSource(
+                self.tier,
+                self.kind,
+                self._open_handler,
+                entries,
+                uses,
+                waits=self.folder() is None,
+            )
+        ]
+
+    def complete(self, namespace: str, room: int) -> None:
+        found, survey = self.contents, self._survey
+        parts = [part for part in found.parts if part.namespace.startswith(namespace)]
+        sizes = [record_bytes(found.namespaces[part.namespace].payload_bytes) for part in parts]
+        if sum(part.blocks * size for part, size in zip(parts, sizes, strict=True)) >= room:
+            return
+        with opened_store(self.settings) as store:
+            for part in parts:
+                described = found.namespaces[part.namespace]
+                entries = find_unrecorded(store, described, found.where, self.reporter)
+                if not len(entries):
+                    continue
+                self.reporter.warn(
+                    f"{len(entries)} blocks of the namespace {part.namespace[:12]} are in "
+                    f"{found.where}, and nothing written down there tells of them: who stored them "
+                    "was cut off, or is about to say so; a listing has found them, and they are "
+                    "copied, too"
+                )
+                survey.add(store, part, entries)
 
     def filling(self) -> ObjectFilling:
         return ObjectFilling(self.opener, self.settings, self.context, self.capacity())
-
-
-def closed(where: str, name: str) -> str:
-    """How it begins what is said of a namespace of which something may not be read."""
-    return f"of the namespace {name[:12]} in {where}: "
-
-
-def _by_key(found: Entries) -> dict[BlockKey, tuple[int, float]]:
-    uses = zip(found["size"].tolist(), (found["time_us"] / 1e6).tolist(), strict=True)
-    return dict(zip(keys_of(found), uses, strict=True))

@@ -10,6 +10,6 @@ a circuit breaker.
 - `credentials`: those of AWS, by botocore's chain
 - `reader`: GETs over plain HTTP, straight into memory
 - `file_store`: a folder
-- `wrapper`: base of all wrappers, and a keeper's store, which can be revoked or is only read
+- `wrapper`: base of all wrappers; a store that is only read, one that can be revoked
 - `retry`: bounded retries, a shared pause, and a circuit breaker
 """

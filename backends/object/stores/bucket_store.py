@@ -22,8 +22,7 @@ from kvtier.backends.object.stores.clouds import BucketSettings, Place, find_pla
 from kvtier.backends.object.stores.reader import Reader, Unreachable
 from kvtier.backends.object.stores.store import (
     OWN_PREFIX,
-    Buffers,
-    Deadline,
+    Buffer,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -47,6 +46,8 @@ _REPEATS_MAX = 16
 _SOON_S = 0.1
 _FEW = 4
 """So few objects are deleted one by one: whether the store knows bulk deletes does not matter."""
+_SINGLE_BATCH = 32
+"""Few enough to end soon: between batches the caretaker confirms its lease."""
 
 
 class _Clients(NamedTuple):
@@ -67,6 +68,8 @@ class BucketStore(Store):
         self._settings = settings
         self._timeouts = settings.timeouts
         self._conditional = settings.conditional_put
+        self._takes_bulk: bool | None = None
+        """Whether the store knows bulk deletes; None if that is not known yet."""
         self._lock = threading.Lock()
         self._calls = AbandonableCalls("kvtier-store", 4 * settings.connections)
         self._obstore = obstore_module("obstore")
@@ -85,15 +88,17 @@ class BucketStore(Store):
         singles = place.open(self._timeouts.idle_s, **single)
         reader = None
         if place.direct:
-
-            def sign(name: str, end: float) -> str:
-                call = functools.partial(self._obstore.sign, reads, "GET", name, _SIGNED_FOR)
-                if place.chain is not None:
-                    return str(call())
-                return str(self._bounded(call, end, "a signature"))  # it may ask for credentials
-
+            sign = functools.partial(self._sign, reads, place.chain is None)
             reader = Reader(place, sign, self._bounded)
         return _Clients(place, reads, writes, singles, reader)
+
+    def _sign(self, client: Any, hangs: bool, name: str, end: float) -> str:
+        """The url of an object to GET. `hangs`: obstore may have to ask for credentials first."""
+
+        def sign() -> str:
+            return str(self._obstore.sign(client, "GET", name, _SIGNED_FOR))
+
+        return self._bounded(sign, end, "a signature") if hangs else sign()
 
     def _bounded(self, call: Callable[[], _T], end: float, what: str) -> _T:
         """What the call returns or raises; TimedOut at `end`."""
@@ -122,7 +127,7 @@ class BucketStore(Store):
         self,
         what: str,
         call: Callable[[_Clients], _T],
-        deadline: Deadline,
+        deadline: float | None,
         *,
         reading: bool = False,
         may_miss: bool = False,
@@ -141,20 +146,23 @@ class BucketStore(Store):
             raise
         except Exception as error:  # noqa: BLE001 - obstore's errors have no base of their own
             response = errors.response_in(error)
-            if response is None:
-                meaning = errors.client_error(error, clients.place)
-                if isinstance(meaning, errors.TLSRefused):
-                    self._connected = None  # the authorities are read anew
-                raise meaning from None
-            if may_miss and response.missing:
+            if may_miss and response is not None and response.missing:
                 raise FileNotFoundError(what) from None
-            raise self._meaning(response, clients.place, reading=reading) from None
+            if response is not None:
+                raise self._meaning(response, clients.place, reading=reading) from None
+            raise self._client_meaning(error, clients.place) from None
         except BaseException as error:
             if type(error).__module__ != "pyo3_runtime":
                 raise
             raise errors.Unavailable(
                 f"obstore itself failed at {what}"
             ) from error  # a panic in Rust
+
+    def _client_meaning(self, error: Exception, place: Place) -> errors.StoreError:
+        meaning = errors.client_error(error, place)
+        if isinstance(meaning, errors.TLSRefused):
+            self._connected = None  # the authorities are read anew
+        return meaning
 
     def _meaning(
         self, response: errors.Response, place: Place, *, reading: bool
@@ -164,34 +172,45 @@ class BucketStore(Store):
         return errors.response_error(response, place.where, reading=reading)
 
     def put(
-        self, name: str, buffers: Buffers, *, if_absent: bool = False, deadline: Deadline = None
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
     ) -> PutOutcome:
         check_name(name)
         views = [view.cast("B") for view in buffers if view.nbytes]
         body: Any = views[0] if len(views) == 1 else views or b""
         if if_absent and self._conditional:
-            create = functools.partial(self._put, name, body, "create")
             with contextlib.suppress(errors.UnknownRequest):
-                return self._call(name, create, deadline, once=True)
-        overwrite = functools.partial(self._put, name, body, "overwrite")
-        outcome = self._call(name, overwrite, deadline, once=True)
-        if if_absent:
+                return self._put(name, body, "create", deadline)
+            outcome = self._put(name, body, "overwrite", deadline)
             self._conditional = False  # content-addressed names make overwriting harmless
-        return outcome
+            return outcome
+        return self._put(name, body, "overwrite", deadline)
 
-    def _put(self, name: str, body: Any, mode: str, clients: _Clients) -> PutOutcome:
-        try:
-            self._obstore.put(clients.writes, name, body, mode=mode, use_multipart=False)
-        except self._obstore.exceptions.AlreadyExistsError as error:
-            response = errors.response_in(error)
-            code = response.code if response is not None else ""
-            if mode == "create" and not code.endswith("Conflict"):
-                return PutOutcome.ALREADY_THERE
-            raise
-        return PutOutcome.STORED
+    def _put(self, name: str, body: Any, mode: str, deadline: float | None) -> PutOutcome:
+        def put(clients: _Clients) -> PutOutcome:
+            try:
+                self._obstore.put(clients.writes, name, body, mode=mode, use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError as error:
+                response = errors.response_in(error)
+                code = response.code if response is not None else ""
+                if mode == "create" and not code.endswith("Conflict"):
+                    return PutOutcome.ALREADY_THERE
+                raise
+            return PutOutcome.STORED
+
+        return self._call(name, put, deadline, once=True)
 
     def get(
-        self, name: str, into: Buffers, *, offset: int | None = None, deadline: Deadline = None
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
     ) -> int | None:
         check_name(name)
         room = sum(view.nbytes for view in into)
@@ -226,7 +245,7 @@ class BucketStore(Store):
         _scatter(np.frombuffer(body, np.uint8), first_bytes(into, length))
         return length
 
-    def head(self, name: str, *, deadline: Deadline = None) -> ObjectInfo | None:
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         check_name(name)
 
         def head(clients: _Clients) -> Any:
@@ -241,7 +260,7 @@ class BucketStore(Store):
         return ObjectInfo(name, found["size"], _seconds(found["last_modified"]))
 
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         # obstore's prefixes are whole folders
         folder = check_prefix(prefix).rpartition("/")[0]
@@ -269,17 +288,21 @@ class BucketStore(Store):
         raise errors.EndlessListing(f"{where} lists more than {_PAGES_MAX} pages: {OWN_PREFIX}")
 
     def delete(
-        self, names: Sequence[str], *, deadline: Deadline = None
+        self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, errors.StoreError]:
         names = [check_name(name) for name in names]
         end = self._end(deadline)
-        with contextlib.suppress(errors.WrongEndpoint, errors.ObjectTooLarge):  # none are known
-            if len(names) > _FEW and self._call(
-                "a bulk delete", functools.partial(self._delete_bulk, names), end
-            ):
-                return {}
-        failed = in_parallel(lambda name: self._delete_one(name, end), names)
-        return {name: error for name, error in zip(names, failed, strict=True) if error is not None}
+        if len(names) <= _FEW or self._takes_bulk is False:
+            return self._delete_singly(names, end)
+        try:
+            gone = self._call("a bulk delete", functools.partial(self._delete_bulk, names), end)
+        except (errors.WrongEndpoint, errors.ObjectTooLarge) as error:
+            singly = self._delete_singly(names, end)
+            if len(singly) < len(names):
+                self._note_refusal(error)
+            return singly
+        self._takes_bulk = True
+        return {} if gone else self._delete_singly(names, end)
 
     def _delete_bulk(self, names: Sequence[str], clients: _Clients) -> bool:
         """Whether all are deleted. obstore names the first that is not, and the others may be."""
@@ -290,6 +313,10 @@ class BucketStore(Store):
                 raise
             return False
         return True
+
+    def _delete_singly(self, names: Sequence[str], end: float) -> Mapping[str, errors.StoreError]:
+        failed = in_parallel(lambda name: self._delete_one(name, end), names)
+        return {name: error for name, error in zip(names, failed, strict=True) if error is not None}
 
     def _delete_one(self, name: str, end: float) -> errors.StoreError | None:
         """Why the store would not delete this object. Raises StoreError if the reason is not about
@@ -309,6 +336,19 @@ class BucketStore(Store):
             return error
         return None
 
+    def _note_refusal(self, refusal: errors.StoreError) -> None:
+        """A store that took bulk deletes before is tried once more: a proxy may have answered in
+        its place."""
+        with self._lock:
+            before = self._takes_bulk
+            self._takes_bulk = None if before else False
+        if before is None:
+            _log_once(str(refusal).partition(": ")[0])
+
+    @property
+    def deletes_at_once(self) -> int:
+        return _PAGE if self._takes_bulk else _SINGLE_BATCH
+
     def close(self) -> None:
         self._calls.close()
         with self._lock:
@@ -316,11 +356,11 @@ class BucketStore(Store):
         if connected is not None and connected.reader is not None:
             connected.reader.close()
 
-    def _end(self, deadline: Deadline) -> float:
+    def _end(self, deadline: float | None) -> float:
         return time.monotonic() + self._timeouts.total_s if deadline is None else deadline
 
 
-def _scatter(body: Any, into: Buffers) -> None:
+def _scatter(body: Any, into: Sequence[Buffer]) -> None:
     """Copy a body into buffers of its length, one after the other, without the GIL."""
     done = 0
     for view in into:
@@ -331,3 +371,8 @@ def _scatter(body: Any, into: Buffers) -> None:
 def _seconds(when: datetime | None) -> float:
     """Seconds since the epoch; 0 if the server gives no date."""
     return when.timestamp() if when is not None else 0.0
+
+
+@functools.lru_cache  # a tier has several clients of one store
+def _log_once(refusal: str) -> None:
+    _log.warning("%s to a bulk delete: objects are deleted one by one", refusal)

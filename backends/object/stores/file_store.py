@@ -28,8 +28,7 @@ from typing import NamedTuple
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.store import (
-    Buffers,
-    Deadline,
+    Buffer,
     ObjectInfo,
     PutOutcome,
     Store,
@@ -43,6 +42,8 @@ from kvtier.system.disk import Disk, read_all, write_all
 
 _TMP = ".tmp-"
 _TMP_OF = re.compile(r"\.tmp-([0-9a-f]{32})-")
+_DELETES_AT_ONCE = 32
+"""Few enough to end soon on a network file system: the caretaker confirms its lease in between."""
 _ATTEMPTS = 8
 _SCANS_MAX = 8
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -73,7 +74,12 @@ class FileStore(Store):
         return f"FileStore({str(self.root)!r})"
 
     def put(
-        self, name: str, buffers: Buffers, *, if_absent: bool = False, deadline: Deadline = None
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
     ) -> PutOutcome:
         folder, _, file = check_name(name).rpartition("/")
         errors.check_deadline(deadline, name)
@@ -85,7 +91,7 @@ class FileStore(Store):
         raise errors.Conflict(f"{folder} keeps vanishing: others delete there at this moment")
 
     def _put(
-        self, folder_fd: int, folder: str, file: str, buffers: Buffers, if_absent: bool
+        self, folder_fd: int, folder: str, file: str, buffers: Sequence[Buffer], if_absent: bool
     ) -> PutOutcome:
         if if_absent and (found := _status(folder_fd, file)) is not None:
             if stat.S_ISREG(found.st_mode):
@@ -124,7 +130,12 @@ class FileStore(Store):
         return PutOutcome.STORED
 
     def get(
-        self, name: str, into: Buffers, *, offset: int | None = None, deadline: Deadline = None
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
     ) -> int | None:
         folder, _, file = check_name(name).rpartition("/")
         errors.check_deadline(deadline, name)
@@ -154,7 +165,7 @@ class FileStore(Store):
                 self._disk.close(fd)
         return wanted
 
-    def head(self, name: str, *, deadline: Deadline = None) -> ObjectInfo | None:
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         folder, _, file = check_name(name).rpartition("/")
         errors.check_deadline(deadline, name)
         with (
@@ -169,7 +180,7 @@ class FileStore(Store):
         return None
 
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]
         device = self._device()
@@ -182,7 +193,7 @@ class FileStore(Store):
             )
 
     def _walk(
-        self, fd: int, folder: str, prefix: str, after: str, deadline: Deadline
+        self, fd: int, folder: str, prefix: str, after: str, deadline: float | None
     ) -> Iterator[ObjectInfo]:
         """The objects in and below a folder, depth first.
 
@@ -234,7 +245,7 @@ class FileStore(Store):
         return found
 
     def delete(
-        self, names: Sequence[str], *, deadline: Deadline = None
+        self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, errors.StoreError]:
         failed: dict[str, errors.StoreError] = {}
         for name in names:
@@ -249,6 +260,10 @@ class FileStore(Store):
                 failed[name] = error
         self._device()
         return failed
+
+    @property
+    def deletes_at_once(self) -> int:
+        return _DELETES_AT_ONCE
 
     def _prune(self, folder: str) -> None:
         with contextlib.suppress(OSError):  # not empty, or already gone: both are fine

@@ -16,8 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.clouds import Place
+from kvtier.backends.object.stores.errors import (
+    Response,
+    TimedOut,
+    Unavailable,
+    WrongEndpoint,
+    replacement,
+)
 from kvtier.backends.object.stores.store import Buffer, first_bytes, wrong_length
 
 _HEAD_BYTES_MAX = _ERROR_BYTES_MAX = 64 << 10
@@ -50,7 +56,7 @@ class Reader:
 
     def get(
         self, name: str, into: Sequence[Buffer], offset: int | None, end: float
-    ) -> int | errors.Response:
+    ) -> int | Response:
         """Read an object as `Store.get` does; the response if it is not a success. Raises
         Unreachable, too."""
         url = urlsplit(self._sign(name, end))
@@ -71,29 +77,29 @@ class Reader:
                 if kept and not connection.answered:
                     continue  # the server had closed it meanwhile
                 cut = "cut the connection" if connection.answered else "went without an answer"
-                raise errors.Unavailable(f"{self._where} {cut}") from error
+                raise Unavailable(f"{self._where} {cut}") from error
             except (TimeoutError, BlockingIOError) as error:
                 self._drop_kept()  # the machine may have gone without a word
-                raise errors.TimedOut(f"{self._where} does not answer") from error
+                raise TimedOut(f"{self._where} does not answer") from error
             except ValueError:
                 problem = "does not answer as an object store would: check the endpoint"
-                raise errors.WrongEndpoint(f"{self._where} {problem}") from None
+                raise WrongEndpoint(f"{self._where} {problem}") from None
             finally:
                 self._give_back(connection, keeps)
 
     def _answer(
         self, connection: _Connection, head: _Head, into: Sequence[Buffer], ranged: bool, end: float
-    ) -> int | errors.Response:
+    ) -> int | Response:
         if head.status not in (200, 206):
-            return errors.Response(head.status, connection.read_some(head, end))
-        if replaced_by := errors.replacement(head.fields):
+            return Response(head.status, connection.read_some(head, end))
+        if replaced_by := replacement(head.fields):
             problem = f"answers with {replaced_by}: look for a proxy between"
-            raise errors.WrongEndpoint(f"{self._where} {problem}")
+            raise WrongEndpoint(f"{self._where} {problem}")
         if ranged != ("content-range" in head.fields):  # some servers send it with a 200
-            raise errors.WrongEndpoint(f"{self._where} does not know range requests")
+            raise WrongEndpoint(f"{self._where} does not know range requests")
         length, room = head.length, sum(view.nbytes for view in into)
         if length is None:
-            raise errors.WrongEndpoint(f"{self._where} does not state how long an object is")
+            raise WrongEndpoint(f"{self._where} does not state how long an object is")
         if length > room or (ranged and length != room):
             raise wrong_length("an object", length)
         connection.read_into(first_bytes(into, length), head.begun, end)

@@ -26,9 +26,6 @@ from kvtier.backends.object.stores.errors import (
 from kvtier.types import NAMESPACE_BYTES_MAX, Namespace
 
 Buffer = memoryview
-Buffers = Sequence[Buffer]
-Deadline = float | None
-"""In seconds of `time.monotonic`."""
 _Listed = TypeVar("_Listed")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -38,9 +35,6 @@ _SEGMENT = r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,15}}")
 _PREFIX = re.compile(rf"(?:{_SEGMENT}/){{0,16}}(?:{_SEGMENT})?")
 NAME_CHARS_MAX = 700
-DELETES_MAX = 256
-"""Names in one call of `delete`: few enough to end soon, also where they go one by one. Between
-batches the caretaker confirms its lease."""
 OBJECT_BYTES_MAX = (1 << 63) - 1
 LISTED_MAX = 1 << 25
 """The longest listing, so that one without an end is ended, too. The manifests of a namespace can
@@ -81,7 +75,12 @@ class Store(ABC):
 
     @abstractmethod
     def put(
-        self, name: str, buffers: Buffers, *, if_absent: bool = False, deadline: Deadline = None
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
     ) -> PutOutcome:
         """Write one object that consists of these buffers, one after the other.
 
@@ -93,7 +92,12 @@ class Store(ABC):
 
     @abstractmethod
     def get(
-        self, name: str, into: Buffers, *, offset: int | None = None, deadline: Deadline = None
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
     ) -> int | None:
         """Read an object into these buffers, one after the other, without a copy. Returns how many
         bytes were read, None if there is no such object.
@@ -104,12 +108,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def head(self, name: str, *, deadline: Deadline = None) -> ObjectInfo | None:
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         """Size and age of one object, None if there is none. To ask for many names, use `list`."""
 
     @abstractmethod
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         """Objects whose name starts with `prefix` and sorts after `after`, in order of names.
 
@@ -119,10 +123,15 @@ class Store(ABC):
 
     @abstractmethod
     def delete(
-        self, names: Sequence[str], *, deadline: Deadline = None
+        self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
         """Delete these objects; returns those that could not be deleted. One that is not there
         counts as deleted."""
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many names one call of `delete` should have, to end soon: see `delete_batches`."""
+        return 1000
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
         """Remove what dead writers left unfinished, if it is that old. Yields how much that was,
@@ -150,6 +159,15 @@ def check_prefix(prefix: str) -> str:
 def is_name(name: str) -> bool:
     """Whether kvtier could have written an object of this name."""
     return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
+
+
+def delete_batches(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """`names` in batches of the size that the store is known to take by then."""
+    start = 0
+    while start < len(names):
+        some = names[start : start + store.deletes_at_once]
+        start += len(some)
+        yield some
 
 
 def in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
@@ -193,7 +211,7 @@ def read_description(store: Store, namespace: str) -> Namespace | None:
     return found if found.id == namespace else None
 
 
-def first_bytes(buffers: Buffers, count: int) -> list[Buffer]:
+def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
     """The first `count` bytes of these buffers, which have at least that many."""
     found: list[Buffer] = []
     for view in buffers:

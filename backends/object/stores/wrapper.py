@@ -1,21 +1,19 @@
-"""Stores that wrap another: their base, and a keeper's, which can be revoked or is only read."""
+"""Stores that wrap another: their base, one that is only read, and one that can be revoked."""
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.store import (
-    DELETES_MAX,
-    Buffers,
-    Deadline,
+    Buffer,
     ObjectInfo,
     PutOutcome,
     Store,
+    delete_batches,
 )
 
 _T = TypeVar("_T")
@@ -27,44 +25,57 @@ class WrappedStore(Store):
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    def _call(self, call: Callable[[float | None], _T], deadline: Deadline) -> _T:
+    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
         """Make a call of the inner store, which takes a deadline."""
         return call(deadline)
 
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         return self._inner.list(prefix, after=after, deadline=deadline)
 
     def put(
-        self, name: str, buffers: Buffers, *, if_absent: bool = False, deadline: Deadline = None
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        *,
+        if_absent: bool = False,
+        deadline: float | None = None,
     ) -> PutOutcome:
         return self._call(
             lambda end: self._inner.put(name, buffers, if_absent=if_absent, deadline=end), deadline
         )
 
     def get(
-        self, name: str, into: Buffers, *, offset: int | None = None, deadline: Deadline = None
+        self,
+        name: str,
+        into: Sequence[Buffer],
+        *,
+        offset: int | None = None,
+        deadline: float | None = None,
     ) -> int | None:
         return self._call(
             lambda end: self._inner.get(name, into, offset=offset, deadline=end), deadline
         )
 
-    def head(self, name: str, *, deadline: Deadline = None) -> ObjectInfo | None:
+    def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
         return self._call(lambda end: self._inner.head(name, deadline=end), deadline)
 
     def delete(
-        self, names: Sequence[str], *, deadline: Deadline = None
+        self, names: Sequence[str], *, deadline: float | None = None
     ) -> Mapping[str, StoreError]:
         """In batches, each with the time of one call: a million names take minutes."""
         failed: dict[str, StoreError] = {}
-        for start in range(0, len(names), DELETES_MAX):
-            batch = names[start : start + DELETES_MAX]
-            failed |= self._call(functools.partial(self._delete, batch), deadline)
+        for batch in delete_batches(self, names):
+            failed.update(self._delete(batch, deadline))
         return failed
 
-    def _delete(self, names: Sequence[str], deadline: Deadline) -> Mapping[str, StoreError]:
-        return self._inner.delete(names, deadline=deadline)
+    def _delete(self, names: Sequence[str], deadline: float | None) -> Mapping[str, StoreError]:
+        return self._call(lambda end: self._inner.delete(names, deadline=end), deadline)
+
+    @property
+    def deletes_at_once(self) -> int:
+        return self._inner.deletes_at_once
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
         return self._inner.sweep(older_than_s)
@@ -73,23 +84,31 @@ class WrappedStore(Store):
         self._inner.close()
 
 
-class KeeperStore(WrappedStore):
-    """Passes calls on until a time, and gives none a later deadline. With `only_reads` it reports
-    success for every write, and leaves the store as it is."""
+class ReadOnlyStore(WrappedStore):
+    """Reports success for every write, and leaves the store as it is."""
 
-    def __init__(self, inner: Store, *, only_reads: bool = False) -> None:
+    def __repr__(self) -> str:
+        return f"ReadOnlyStore({self._inner!r})"
+
+    def put(self, *_: object, **__: object) -> PutOutcome:
+        return PutOutcome.STORED
+
+    def delete(self, *_: object, **__: object) -> Mapping[str, StoreError]:
+        return {}
+
+    def sweep(self, older_than_s: float) -> Iterator[int]:
+        return iter(())
+
+
+class RevocableStore(WrappedStore):
+    """Passes calls on until a time, and gives none a later deadline."""
+
+    def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self._only_reads = only_reads
         self._until = math.inf
 
     def __repr__(self) -> str:
-        return f"KeeperStore({self._inner!r})"
-
-    def put(self, *arguments: Any, **more: Any) -> PutOutcome:
-        return PutOutcome.STORED if self._only_reads else super().put(*arguments, **more)
-
-    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-        return {} if self._only_reads else super().delete(names, **more)
+        return f"RevocableStore({self._inner!r})"
 
     def revoke(self, from_s: float = -math.inf) -> None:
         """From this time on (of `time.monotonic`) no call begins. Every call that begins before
@@ -97,17 +116,17 @@ class KeeperStore(WrappedStore):
         self._until = from_s
 
     def list(
-        self, prefix: str = "", *, after: str = "", deadline: Deadline = None
+        self, prefix: str = "", *, after: str = "", deadline: float | None = None
     ) -> Iterator[ObjectInfo]:
         for info in self._inner.list(prefix, after=after, deadline=self._bound(deadline)):
             if self._until != math.inf:
                 self._bound(deadline)
             yield info
 
-    def _call(self, call: Callable[[float | None], _T], deadline: Deadline) -> _T:
+    def _call(self, call: Callable[[float | None], _T], deadline: float | None) -> _T:
         return call(self._bound(deadline))
 
-    def _bound(self, deadline: Deadline) -> float | None:
+    def _bound(self, deadline: float | None) -> float | None:
         if self._until == math.inf:
             return deadline
         if time.monotonic() >= self._until:

@@ -16,7 +16,7 @@ import xxhash
 from support.processes.cli_world import STACK, command, every_kind, run
 
 from kvtier import Stack
-from kvtier.backends.object.inspection import inspector
+from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app, explain
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.testing.subject import payload
@@ -441,13 +441,14 @@ def test_each_namespace_is_searched_in_its_own_blocks(
     for number in range(4):
         store(stack_file, Namespace(facts=FACTS | {"dtype": f"{number}"}, group_bytes=(4096,)), 5)
     looked: Counter[str] = Counter()
-    parse = inspector.parse_block
+    parse = store_survey.parse_block
 
     def count(name: str) -> tuple[str, BlockKey, int] | None:
         looked[name] += 1
         return parse(name)
 
-    monkeypatch.setattr(inspector, "parse_block", count)
+    for module in (inspector, store_survey):
+        monkeypatch.setattr(module, "parse_block", count)
     assert app.run(["explain", "--prompts", str(prompt_file), "-c", str(stack_file), "--json"]) == 0
     assert [each["hits"] for each in json.loads(capsys.readouterr().out)["answers"]] == [5] * 4
     assert max(looked.values()) == 2, "in the listing, and for its own namespace"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.object.inspection import copies, inspector, store_access
+from kvtier.backends.object.inspection import inspector, proofs, store_access
 from kvtier.backends.object.inspection.store_access import empty_store, remove_namespace
 from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.settings import ObjectSettings
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import DELETES_MAX, ObjectInfo
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.cli import app
 from kvtier.cli.inspect import ConsoleReporter, look
 from kvtier.config import load
@@ -27,12 +27,13 @@ from kvtier.testing.subject import GROUPED, NAMESPACE, make_keys
 
 BLOCKS = 2500
 WATCH = ConsoleReporter()
-AT_ONCE = DELETES_MAX
+AT_ONCE = 100
 
 
 class Counting(FileStore):
     """Knows how many names were listed, and the most that were and not deleted yet."""
 
+    deletes_at_once = AT_ONCE
     by_number = False
     lost_after = math.inf
     protected = ""
@@ -85,7 +86,7 @@ def settings(stack_file: Path, tmp_path: Path) -> ObjectSettings:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     store = Counting(tmp_path / "store")
-    for module in (inspector, copies, store_access):
+    for module in (inspector, proofs, store_access):
         monkeypatch.setattr(module, "open_for", lambda settings: store)
     return store
 

@@ -9,7 +9,7 @@ import pytest
 from support.processes.cli_world import command, run
 
 from kvtier import Stack
-from kvtier.backends.object.inspection import inspector
+from kvtier.backends.object.inspection import inspector, store_survey
 from kvtier.cli import app
 from kvtier.cli.ls import layout_of
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
@@ -128,8 +128,8 @@ def test_counts_are_read_only_where_they_are_shown(
     stack = with_store(used, tmp_path / "store")
     assert app.run(["snapshot", "-c", str(stack)]) == 0
     read: list[str] = []
-    monkeypatch.setattr(inspector, "used_blocks", lambda store, _: read.append("listed"))
-    monkeypatch.setattr(inspector, "count_uses", lambda store, *_: read.append("counted"))
+    monkeypatch.setattr(store_survey, "used_blocks", lambda store, _: read.append("listed"))
+    monkeypatch.setattr(store_survey, "count_uses", lambda store, *_: read.append("counted"))
     assert app.run([*words, "-c", str(stack)]) == 0
     assert not read
     assert app.run(["ls", "-c", str(stack)]) == 0
@@ -153,13 +153,14 @@ def test_objects_are_looked_at_once_however_many_namespaces_there_are(
             assert stack.settle()
             stack.load(KEYS[:1])
     looked: list[str] = []
-    parse = inspector.parse_block
+    parse = store_survey.parse_block
 
     def count(name: str) -> tuple[str, BlockKey, int] | None:
         looked.append(name)
         return parse(name)
 
-    monkeypatch.setattr(inspector, "parse_block", count)
+    for module in (inspector, store_survey):
+        monkeypatch.setattr(module, "parse_block", count)
     assert app.run([*words, "-c", str(stack_file), "--tier", "object", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     parts = (found if words == ["ls"] else found[0])["namespaces"]

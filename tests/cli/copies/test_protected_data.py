@@ -94,7 +94,7 @@ def test_an_idle_namespace_of_a_store_that_is_served_again(stored: Path, tmp_pat
     places = look(config, 2)
     assert places[0].contents.parts[0].newest is not None
     places[0].contents.parts[0].newest = 1.0
-    places[0]._served.clear()
+    places[0]._survey.served.clear()
     idle = next(iter(gc.find_garbage(places, 3600.0)))
     assert "nobody used" in idle.what
     assert not idle.remove()
@@ -141,8 +141,8 @@ def test_a_mark_that_may_not_be_tried_hides_no_other_garbage(stored: Path, tmp_p
     dry, done = (command("gc", "-c", stored, *words, rights=False) for words in (["--dry-run"], []))
     assert (dry.code, done.code) == (1, 1)
     assert f"{odd}: Permission denied" in done.err
-    assert "blocks that are too old" in dry.out
-    assert "blocks that are too old" in done.out
+    assert f"{BLOCKS} blocks that are too old" in dry.out
+    assert f"{BLOCKS} blocks that are too old" in done.out
     assert not left.exists()
     assert not objects(stored)
     assert odd.exists()
@@ -305,7 +305,7 @@ def test_who_only_reads_has_no_say_in_how_much_others_keep_and_for_how_long(
     places = look(config)
     places[1].contents.capacity = places[1].contents.used - 1
     goes = [each.what for each in gc.find_garbage(places, None)]
-    beyond = ["slab beyond the capacity, written longest ago", "blocks that are too old"]
+    beyond = ["slab beyond the capacity, written longest ago", f"{BLOCKS} blocks that are too old"]
     expected = [] if write is WritePolicy.NEVER else beyond
     assert [each.partition(" or over")[0] for each in goes] == expected
 

@@ -267,7 +267,7 @@ def test_one_object(
     for kind, ago_s in recorded:
         record(store, kind, key, ago_s, RECORD if kind == ADDED else 0)
     caretaker_of(keeper)._read(NAMESPACE.id)
-    caretaker_of(keeper).doomed.clear()  # as if its predecessor had died amid it
+    caretaker_of(keeper)._doomed.clear()  # as if its predecessor had died amid it
     if there is not None:
         put(store, key, there)
     keeper._next_audit = 0.0
@@ -300,6 +300,20 @@ def test_what_a_listing_leaves_out_is_not_gone(tmp_path: Path, hidden: slice) ->
         assert hits(tier, keys) == keys
         store.hidden = frozenset()
     assert blocks_in(store) == 300
+
+
+def test_old_manifests_are_read_and_old_claims_go(store: FileStore) -> None:
+    """Of the first alpha: entries without a last use are as they were, claims count nothing."""
+    keys = filled(store, 3)
+    claim = f"claims/{NAMESPACE.id}-{'ab' * 16}-0000000001-5-9-9-60000-sn"
+    for name in (claim, claim.replace("-5-", "-6-")):
+        store.put(name, [])
+    os.utime(store.root / claim, (0, 0))
+    keeper, tier = opened(store)
+    keeper.refresh()
+    assert hits(tier, keys) == keys
+    assert [info.name for info in store.list("claims/")] == [claim.replace("-5-", "-6-")]
+    keeper.close()
 
 
 def test_what_is_locked_is_counted_and_tried_again_and_said_once(

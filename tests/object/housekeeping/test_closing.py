@@ -20,7 +20,7 @@ from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome
-from kvtier.backends.object.stores.wrapper import KeeperStore
+from kvtier.backends.object.stores.wrapper import RevocableStore
 from kvtier.testing.subject import NAMESPACE, make_keys
 
 KEYS = make_keys(4)
@@ -158,7 +158,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
 
 def test_a_store_that_is_revoked(tmp_path: Path) -> None:
     inner = FileStore(tmp_path / "store")
-    revocable = KeeperStore(inner)
+    revocable = RevocableStore(inner)
     revocable.put("a", [memoryview(b"1")])
     revocable.put("b", [memoryview(b"2")])
     listed = revocable.list()

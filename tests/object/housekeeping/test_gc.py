@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.object.manual_keepers import LockedStore
 from support.object.object_subjects import FOLDER
 
 from kvtier.backends.object import namespaces
-from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection import store_access as gc
-from kvtier.backends.object.lease import LeaseLost
+from kvtier.backends.object.inspection import garbage as gc
+from kvtier.backends.object.journal import Journal
+from kvtier.backends.object.manifests import REMOVED
 from kvtier.backends.object.object_names import block_name, description_name, parse_block
+from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.stores.store import ObjectInfo
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import GROUPED, NAMESPACE, Rig, make_keys
-from kvtier.types import BlockKey, Namespace
+from kvtier.types import BlockKey, Namespace, block_key
 
 RECORD = 12288
 
@@ -31,39 +35,52 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def limits(blocks: int, age_max_s: float | None = None) -> Limits:
-    return Limits(blocks * RECORD, 0.2, 600.0, age_max_s)
-
-
 def age(rig: Rig, key: BlockKey, seconds: float) -> None:
     path = rig.folder / "store" / block_name(NAMESPACE.id, key)
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def due(store: Store, blocks: int, age_max_s: float | None = None) -> int:
-    """How many blocks of a survey should go."""
-    return gc.survey(store, blocks * RECORD, age_max_s, time.time())[0] // RECORD
-
-
 def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
-    keys = make_keys(6)
-    for key in keys:
-        rig.put([key])
-    rig.close()
+    keys = rig.put(make_keys(6))
+    for index, key in enumerate(keys):
+        age(rig, key, 1000 - 100 * index)
     store = FileStore(rig.folder / "store")
-    assert due(store, 4) == 2
-    assert gc.collect(store, limits(4)) == 0
-    assert due(store, 4) == 0
-    rig.reopen()
-    assert rig.resident(keys) == keys[2:]
+    found = gc.survey(store, 4 * RECORD, None, time.time())
+    assert (found.blocks, found.bytes) == (6, 6 * RECORD)
+    assert {parse_block(one.name) for one in found.garbage} == {
+        (NAMESPACE.id, key, 0) for key in keys[:2]
+    }
+    assert rig.get(keys) == keys, "a survey deletes nothing"
+    assert gc.collect(store, found) == 2
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert rig.resident(keys) == keys[2:], "a running server hears of it"
     assert rig.get(keys[2:]) == keys[2:]
 
 
-def test_beside_a_server_it_is_the_server_that_deletes(rig: Rig) -> None:
+def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(FileStore):
+        left = 2
+
+        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+            if not self.left:
+                raise Unavailable("away")
+            self.left -= 1
+            return super().delete(names, **more)
+
+    monkeypatch.setattr(gc, "_AT_ONCE", 2)
     keys = rig.put(make_keys(6))
-    with pytest.raises(LeaseLost):
-        gc.collect(FileStore(rig.folder / "store"), limits(4))
-    assert rig.get(keys) == keys
+    rig.tier.flush()
+    store = Failing(rig.folder / "store")
+    with pytest.raises(Unavailable):
+        gc.collect(store, gc.survey(store, 0, None, time.time()))
+    entries = Journal(store, NAMESPACE.id).read_all()
+    assert entries["kind"].tolist().count(REMOVED) == 4
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert len(rig.resident(keys)) == 2
 
 
 def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_path: Path) -> None:
@@ -75,13 +92,13 @@ def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_
     store = FileStore(tmp_path / "store")
     store.put("notes/mine", [memoryview(b"keep")])
     (tmp_path / "store" / "plain.txt").write_text("keep")
-    rig.close()
-    other.close()
-    assert gc.collect(store, limits(0)) == 0
-    left = [info.name for info in store.list()]
+    found = gc.survey(store, 0, None, time.time())
+    assert found.blocks == 4
+    assert gc.collect(store, found) == 4
+    left = [info.name for info in store.list() if parse_block(info.name) is None]
     assert "notes/mine" in left
-    assert not any(map(parse_block, left))
     assert (tmp_path / "store" / "plain.txt").read_text() == "keep"
+    other.close()
 
 
 def test_a_new_namespace_gets_room_from_an_old_one(tmp_path: Path) -> None:
@@ -101,47 +118,72 @@ def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None
     rig.put(make_keys(3))
     rig.close()
     store = FileStore(rig.folder / "store")
-    gc.collect(store, limits(0))
+    gc.collect(store, gc.survey(store, 0, None, time.time()))
     now = time.time()
-    assert gc.survey(store, 1 << 40, None, now) == (0, {}), "somebody may be about to come back"
+    assert gc.survey(store, 1 << 40, None, now).empty_namespaces == {}, (
+        "somebody may be about to come back"
+    )
     assert not namespaces.remove(store, NAMESPACE.id, gc.store_time(now))
     later = now + 2 * 3600.0 + 1.0
-    _, empty = gc.survey(store, 1 << 40, None, later)
-    assert list(empty) == [NAMESPACE.id]
-    assert empty[NAMESPACE.id] > 0
+    found = gc.survey(store, 1 << 40, None, later)
+    assert list(found.empty_namespaces) == [NAMESPACE.id]
+    assert found.empty_namespaces[NAMESPACE.id] > 0
     assert namespaces.remove(store, NAMESPACE.id, gc.store_time(later))
     assert [info.name for info in store.list() if "caretaker/" not in info.name] == []
-    assert gc.survey(store, 1 << 40, None, later) == (0, {})
+    assert gc.survey(store, 1 << 40, None, later).empty_namespaces == {}
     rig.reopen()
     assert rig.put(make_keys(3)) == make_keys(3)
+
+
+@pytest.mark.slow
+def test_of_what_stays_no_list_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 20_000
+    store = FileStore(tmp_path)
+
+    def listed() -> Iterator[ObjectInfo]:
+        for number in range(blocks):
+            name = block_name(NAMESPACE.id, block_key(number.to_bytes(8, "big") * 4))
+            yield ObjectInfo(name, 10, 1000.0 + number % 100)
+
+    monkeypatch.setattr(store, "list", listed)
+    tracemalloc.start()
+    try:
+        found = gc.survey(store, blocks * 10 - 25, None, 5000.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [one.modified_s for one in found.garbage] == [1000.0] * 3
+    assert peak < 50 * blocks, "names alone take three times as much"
 
 
 def test_what_is_too_old_goes_and_makes_room_for_what_is_not(rig: Rig) -> None:
     keys = rig.put(make_keys(4))
     for key, seconds in zip(keys, (5000.0, 4000.0, 200.0, 100.0), strict=True):
         age(rig, key, seconds)
-    rig.close()
     store = FileStore(rig.folder / "store")
-    assert [due(store, blocks, 3600.0) for blocks in (8, 2, 1, 0)] == [2, 2, 3, 4]
-    assert gc.collect(store, limits(2, 3600.0)) == 0
-    assert {parse_block(info.name) for info in store.list(f"{NAMESPACE.id}/blocks/")} == {
-        (NAMESPACE.id, key, 0) for key in keys[2:]
-    }
+    for capacity, over in ((1 << 20, []), (2, []), (1, keys[2:3]), (0, keys[2:])):
+        found = gc.survey(store, capacity * RECORD, 3600.0, time.time())
+        names = [block_name(NAMESPACE.id, key) for key in [*keys[:2], *over]]
+        assert [one.name for one in found.garbage] == names
+        assert found.garbage_bytes == (2 + len(over)) * RECORD
 
 
 def test_blocks_go_though_nothing_says_what_they_mean(rig: Rig) -> None:
     rig.put(make_keys(3))
-    rig.close()
     (rig.folder / "store" / description_name(NAMESPACE.id)).write_bytes(b"{")
     store = FileStore(rig.folder / "store")
-    assert gc.collect(store, limits(0)) == 0
-    assert due(store, 0) == 0
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == 3
 
 
-def test_what_could_not_be_deleted_is_counted(rig: Rig) -> None:
+def test_what_could_not_be_deleted_is_not_said_to_be_gone(rig: Rig) -> None:
     keys = rig.put(make_keys(3))
-    rig.close()
+    rig.tier.flush()
     locked = block_name(NAMESPACE.id, keys[0])
     store = LockedStore(rig.folder / "store", locked.__eq__)
-    assert gc.collect(store, limits(0)) == 1
-    assert [info.name for info in store.list(f"{NAMESPACE.id}/blocks/")] == [locked]
+    assert gc.collect(store, gc.survey(store, 0, None, time.time())) == 2
+    entries = Journal(store, NAMESPACE.id).read_all()
+    removed = entries[entries["kind"] == REMOVED]
+    assert set(keys_of(removed)) == set(keys[1:])
+    rig.tier.refresh()
+    rig.tier.tick()
+    assert rig.get(keys) == keys[:1]

@@ -1,4 +1,4 @@
-"""Deletes: in bulk, one by one where a store refuses that, and what is not taken for a refusal."""
+"""Stores that refuse bulk deletes: found out once, said once, and then deleted from one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.object.object_servers import (
 )
 
 from kvtier.backends.object.settings import open_store
-from kvtier.backends.object.stores import errors
+from kvtier.backends.object.stores import bucket_store, errors
 from kvtier.backends.object.stores import store as store_module
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
@@ -28,7 +28,7 @@ from kvtier.backends.object.stores.store import Store
 
 pytestmark = pytest.mark.s3
 
-MANY = store_module.DELETES_MAX + 8
+MANY = bucket_store._SINGLE_BATCH + 8
 REFUSALS = {
     "not implemented": answer(501, error_body("NotImplemented")),
     "not implemented, says a proxy": answer(501, b"<html>no</html>"),
@@ -70,6 +70,11 @@ class Front:
     @property
     def singles(self) -> int:
         return self._methods.count(b"DELETE")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet() -> None:
+    bucket_store._log_once.cache_clear()
 
 
 @pytest.fixture
@@ -117,7 +122,11 @@ def test_refused_bulk_deletes_are_done_singly(
     assert store.delete(names[10:20]) == {}
     assert left(store) == names[20:]
     assert store.delete(names[20:]) == {}
-    assert complaints(caplog) == []
+    assert front.asked == 1, "it is remembered"
+    again = opened(endpoint=server.endpoint, prefix="deletes")
+    assert again.delete(names[:10]) == {}
+    (said,) = complaints(caplog)
+    assert "to a bulk delete: objects are deleted one by one" in said
 
 
 def test_a_page_that_comes_once_in_between_is_not_believed(
@@ -128,6 +137,7 @@ def test_a_page_that_comes_once_in_between_is_not_believed(
         front.bulk = said
         assert store.delete(some) == {}
     assert (left(store), front.asked, front.singles) == ([], 3, 10)
+    assert store.deletes_at_once > bucket_store._SINGLE_BATCH
     assert complaints(caplog) == []
 
 
@@ -150,6 +160,18 @@ def test_what_is_no_refusal_of_bulk_deletes_is_not_taken_for_one(
     front.bulk = None
     assert store.delete(names) == {}
     assert (front.asked, left(store), complaints(caplog)) == (3, [], [])
+
+
+def test_where_nothing_may_be_deleted_it_is_not_remembered(
+    front: Front, store: BucketStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = filled(store, 10)
+    front.single = lambda: answer(403, error_body("AccessDenied"))
+    failed = store.delete(names)
+    assert list(failed) == names
+    assert all(isinstance(error, errors.AccessDenied) for error in failed.values())
+    store.delete(names)
+    assert (front.asked, complaints(caplog)) == (2, [])
 
 
 def test_an_endpoint_that_is_wrong_altogether_says_so(front: Front, store: BucketStore) -> None:
@@ -222,15 +244,26 @@ def guarded(server: HostileServer, prefix: str) -> Store:
     )
 
 
-def test_the_circuit_stays_closed(front: Front, server: HostileServer) -> None:
+def test_the_circuit_stays_closed_and_only_few_are_tried_in_vain(
+    front: Front, server: HostileServer
+) -> None:
     store = guarded(server, "circuit")
+    assert store.deletes_at_once == bucket_store._SINGLE_BATCH, "nobody knows yet"
     names = filled(store, MANY)
     assert store.delete(names) == {}
-    assert (left(store), front.asked) == ([], 2)
+    assert (left(store), front.asked) == ([], 1)
+    assert store.deletes_at_once == bucket_store._SINGLE_BATCH
+    store.close()
+
+
+def test_where_bulk_deletes_work_the_next_are_a_thousand(
+    front: Front, server: HostileServer
+) -> None:
     front.bulk = None
+    store = guarded(server, "thousand")
     names = filled(store, MANY)
-    assert store.delete(names) == {}
-    assert (left(store), front.asked, front.singles) == ([], 4, MANY)
+    assert store.delete([*names, *(f"d/none-{index}" for index in range(1000))]) == {}
+    assert (left(store), front.asked, front.singles) == ([], 3, 0)
     store.close()
 
 

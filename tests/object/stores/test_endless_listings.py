@@ -14,10 +14,10 @@ import pytest
 from support.object.manual_keepers import CAPACITY, RECORD
 from support.object.object_servers import ENTRY, HostileServer, Peer, answer
 
-from kvtier.backends.object import BACKEND, ObjectSettings, journal, lease, namespaces
+from kvtier.backends.object import journal, lease, namespaces
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection.inspector import ObjectInspector
+from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import ServerName, block_name
@@ -30,8 +30,7 @@ from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.eviction import create_policy
-from kvtier.inspect import Depth, InspectorContext
-from kvtier.settings import ByteSize, Capacity
+from kvtier.inspect import Depth
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
 
@@ -199,12 +198,11 @@ def test_namespaces_without_end(
     bucket: Store, endless: Endless, monkeypatch: pytest.MonkeyPatch, depth: Depth
 ) -> None:
     monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 20)
-    monkeypatch.setattr(ObjectInspector, "_describe", lambda *_: None)
+    monkeypatch.setattr(StoreSurvey, "_describe", lambda *_: None)
     monkeypatch.setattr(retry, "LISTED_MAX", 10**6)
     endless.name = lambda number: re.sub("^.{32}", f"{number:032x}", block(number))
-    settings = ObjectSettings(url="s3://bucket", capacity=Capacity(ByteSize(1 << 30)))
     with pytest.raises(EndlessListing, match="20 namespaces"):
-        ObjectInspector(BACKEND, settings, InspectorContext()).survey(bucket, depth)
+        StoreSurvey().look(bucket, depth)
 
 
 class Listed(FileStore):

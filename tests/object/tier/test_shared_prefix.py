@@ -113,13 +113,10 @@ class Life:
 def caretaker_among(writers: list[Life], store: Store) -> Life:
     """The process that keeps the budget now."""
     lease = Lease(store, writer_ids.process_writer_id(), 1.0)
-    while True:
-        lease.look()
-        pid = int(lease.holder.server[8:16] or "0", 16) if lease.holder else 0
-        for life in writers:  # and not the collector
-            if life.process.pid == pid:
-                return life
+    while lease.look() is None or lease.holder is None:
         time.sleep(0.01)
+    pid = int(lease.holder.server[8:16], 16)
+    return next(life for life in writers if life.process.pid == pid)
 
 
 class Scale:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.backends.object import BACKEND, ObjectSettings
-from kvtier.backends.object.inspection.inspector import ObjectInspector
+from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.stores.errors import TimedOut
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer
-from kvtier.inspect import Depth, InspectorContext
-from kvtier.settings import ByteSize, Capacity
+from kvtier.inspect import Contents, Depth
 from kvtier.testing.subject import make_keys, sealed
 from kvtier.types import Namespace
 
@@ -39,9 +37,8 @@ def test_a_store_that_hangs_is_waited_for_once(tmp_path: Path, depth: Depth) -> 
     for each in NAMESPACES:
         store.put(block_name(each.id, key), [sealed(key, each)])
         store.put(description_name(each.id), [memoryview(each.to_json())])
-    settings = ObjectSettings(url=store.root.as_uri(), capacity=Capacity(ByteSize(1 << 30)))
-    inspector = ObjectInspector(BACKEND, settings, InspectorContext())
+    found = Contents()
     with pytest.raises(TimedOut):
-        inspector.survey(store, depth)
+        StoreSurvey(contents=found).look(store, depth)
     assert store.gets == 1
-    assert {part.namespace for part in inspector.contents.parts} == {each.id for each in NAMESPACES}
+    assert {part.namespace for part in found.parts} == {each.id for each in NAMESPACES}

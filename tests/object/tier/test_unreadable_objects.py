@@ -19,7 +19,7 @@ from support.object.object_servers import (
 )
 
 from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection import store_access as gc
+from kvtier.backends.object.inspection import garbage as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import ReadOnlyKeeper
 from kvtier.backends.object.manifests import ADDED, pack_entries
@@ -203,8 +203,8 @@ def test_a_closed_description_does_not_keep_garbage_from_being_collected(
 ) -> None:
     store.put(block_name(NAMESPACE.id, make_keys(1)[0]), [memoryview(bytes(RECORD))])
     guard.close(description_name(NAMESPACE.id))
-    assert gc.collect(store, Limits(0, 0.2, 600.0)) == 0
-    assert next(store.list(f"{NAMESPACE.id}/blocks/"), None) is None
+    found = gc.survey(store, 0, None, 0.0)
+    assert gc.collect(store, found) == 1
 
 
 class Others(Disk):

@@ -9,7 +9,6 @@ Without an endpoint ("-") they share a folder, else a bucket.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import time
@@ -18,10 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.backends.object import BACKEND, ObjectSettings, ObjectTier, open_for
-from kvtier.backends.object.caretaker import Limits
-from kvtier.backends.object.inspection import store_access as gc
-from kvtier.backends.object.lease import LeaseLost
-from kvtier.backends.object.stores.errors import TransientError
+from kvtier.backends.object.inspection import garbage as gc
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.record import record_bytes
 from kvtier.settings import Duration, TierSettings
@@ -90,14 +86,13 @@ def write(subject: Subject, folder: Path, seed: int) -> None:
         time.sleep(0.005)
 
 
-def collect(settings: ObjectSettings, endpoint: str) -> None:
+def collect(settings: ObjectSettings) -> None:
     store = open_for(settings)
-    limits = Limits(settings.capacity.resolve(0), 0.05, 0.5, lease_s=lease_s(endpoint))
     while True:
-        with contextlib.suppress(LeaseLost, TransientError):  # a writer is the caretaker
-            gc.collect(store, limits)
+        found = gc.survey(store, settings.capacity.resolve(0), None, time.time())
+        gc.collect(store, found)
         say("G", [])
-        time.sleep(0.2)  # else it is the caretaker all the time
+        time.sleep(0.02)
 
 
 def say(what: str, keys: list[BlockKey]) -> None:
@@ -108,6 +103,6 @@ if __name__ == "__main__":
     _, place, where, role, number = sys.argv
     life = subject_at(where)
     if role == "collect":
-        collect(life.settings(Path(place), BLOCKS, RECORD), where)
+        collect(life.settings(Path(place), BLOCKS, RECORD))
     else:
         write(life, Path(place), int(number))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier import Stack
 from kvtier.backends.object import BACKEND, ObjectSettings
-from kvtier.backends.object.inspection.inspector import ObjectInspector, Recorded
+from kvtier.backends.object.inspection.inspector import ObjectInspector
 from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.cli.inspect import look
 from kvtier.cli.sink import Choice, ChoiceReader, Numbers, choose
@@ -43,8 +43,9 @@ class Store(ObjectInspector):
         times = [at * 1_000_000 for _, at, _ in found]
         sizes = [size for _, _, size in found]
         entries = pack_entries(ADDED, keys, list(range(len(found))), sizes, times)
+        self._survey.manifests[NAME] = entries
         uses = np.array(sizes, np.uint32) % 7, np.array(sizes, np.uint32)
-        self._recorded[NAME] = Recorded(entries, uses)
+        self._survey.uses[NAME] = uses
 
 
 @given(rows, rows)
