@@ -68,7 +68,7 @@ class Answer(msgspec.Struct):
 )
 def explain(
     config: options.ConfigOption,
-    prompts: options.MaybePromptsOption = None,
+    prompts: options.PromptsOption = None,
     request: Annotated[
         str | None,
         typer.Option(

@@ -96,7 +96,7 @@ RateOption = Annotated[
         "--rate", parser=parse_rate, metavar="RATE", help="No faster than this, like 200MB/s."
     ),
 ]
-MaybePromptsOption = Annotated[
+PromptsOption = Annotated[
     Path | None,
     typer.Option(
         "--prompts",

@@ -47,7 +47,7 @@ class Pinned(msgspec.Struct):
 )
 def pin(
     config: options.ConfigOption,
-    prompts: options.MaybePromptsOption = None,
+    prompts: options.PromptsOption = None,
     model: options.ModelOption = None,
     namespace: options.NamespaceOption = None,
     tier: options.TierOption = None,
