@@ -78,6 +78,17 @@ class Fleet:
             until(lambda number=number: self.gives(number), RECOVERS_S)  # type: ignore[misc]
         return numbers
 
+    def break_amid_a_load(self, how: Callable[[], object]) -> int:
+        """What is answered is right; the number of another prompt that both knew to be there."""
+        first, other = self.shared(2)
+        self.b.forget_engine_cache()
+        self.b.clear(tier=0)
+        self.b.begin(prompt=PROMPTS[first], tokens=16)
+        how()
+        answered = self.b.end()
+        check([answered], [self.expected[first]], [answered["cached"]])
+        return other
+
     def make_no_mistakes(self) -> None:
         for engine in (self.a, self.b):
             engine.settle()
@@ -127,13 +138,7 @@ def test_prompts_are_handed_over_to_an_engine_of_any_size(fleet: Fleet) -> None:
 
 
 def test_an_owner_is_killed_amid_a_load(fleet: Fleet) -> None:
-    first, other = fleet.shared(2)
-    fleet.b.forget_engine_cache()
-    fleet.b.clear(tier=0)
-    fleet.b.begin(prompt=PROMPTS[first], tokens=16)
-    fleet.pool.kill_owner()
-    answered = fleet.b.end()
-    check([answered], [fleet.expected[first]], [answered["cached"]])
+    other = fleet.break_amid_a_load(fleet.pool.kill_owner)
     assert fleet.ask(fleet.b, other) == 0
     fleet.pool.start_owner()
     fleet.shared(1)
@@ -141,13 +146,7 @@ def test_an_owner_is_killed_amid_a_load(fleet: Fleet) -> None:
 
 
 def test_the_master_is_killed_while_engines_serve(fleet: Fleet) -> None:
-    first, other = fleet.shared(2)
-    fleet.b.forget_engine_cache()
-    fleet.b.clear(tier=0)
-    fleet.b.begin(prompt=PROMPTS[first], tokens=16)
-    fleet.pool.kill_master()
-    answered = fleet.b.end()
-    check([answered], [fleet.expected[first]], [answered["cached"]])
+    other = fleet.break_amid_a_load(fleet.pool.kill_master)
     assert [fleet.ask(engine, other) for engine in (fleet.a, fleet.b)] == [0, 0]
     fleet.pool.restart_master()
     fleet.shared(1)
