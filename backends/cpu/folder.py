@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import shutil
 import stat
@@ -47,6 +48,8 @@ from kvtier.system.disk import Disk
 logger = logging.getLogger(__name__)
 
 DATA_MAKING = f".data{MAKING_SUFFIX}"
+LEARNED = "learned"
+"""Beside the engines' marks: like them it is made anew if it is lost, and counts for nothing."""
 _KEEP = struct.Struct("<Q")
 """What the lock file of a folder holds: for how many seconds it is kept if nobody uses it."""
 _NUMBERS_SHARE = 4
@@ -153,6 +156,21 @@ class CpuFolder(SlabFolder):
                 found += used
         return found
 
+    def learned(self, size: int) -> memoryview | None:
+        """Memory of all engines of the namespace, of this size, for what eviction learns; None if
+        it cannot be had."""
+        path = self.owners / LEARNED
+        try:
+            with self.locked():
+                fd = _sized_file(path, size)
+            try:
+                return memoryview(mmap.mmap(fd, size))
+            finally:
+                os.close(fd)
+        except (MediumError, OSError) as error:
+            logger.warning("eviction learns without other engines: %s: %s", path, error)
+            return None
+
     def make_file(self, path: Path, size: int) -> int:
         is_data = path.name.endswith(DATA_MAKING)
         if is_data and (fd := claim_ahead(self.root.parent, path, size)) is not None:
@@ -191,6 +209,24 @@ class CpuFolder(SlabFolder):
             return layout.changes_in(os.pread(fd, layout.TABLE_AT, 0))
         finally:
             self.disk.close(fd)
+
+
+def _sized_file(path: Path, size: int) -> int:
+    """Open a file of this size, all of whose room is taken: the one that is there, or a new one in
+    its place. Who has that mapped keeps it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(FileNotFoundError):
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size != size:
+            path.unlink()
+    fd = os.open(path, flags, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return fd
 
 
 # -- what nobody comes back to -----------------------------------------------------------------

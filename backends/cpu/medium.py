@@ -16,6 +16,7 @@ import os
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -43,6 +44,8 @@ from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 """All users share /dev/shm, and may lay a link there that leads anywhere."""
+_CHANGES_S, _LOOK_S = 1.0, 0.0002
+"""An owner changes its mark within microseconds, unless others have the processor."""
 _LOCK_TRY_S = 0.2
 """How long to try for a lock: who only asks whether it is held takes it for a moment."""
 
@@ -287,6 +290,8 @@ class Region:
         self._at: dict[int, int] = {}
         """By slab, its place in the mark."""
         self._generation = 0
+        self._there = bytearray(self.mark.slots)
+        """By slot, whether it has memory here."""
         self._order: list[range] = []
         self._changing = threading.Lock()
         self._when_mapped: Callable[[Sequence[range]], None] = lambda pieces: None
@@ -322,13 +327,19 @@ class Region:
 
     # -- what is mapped --------------------------------------------------------------------
 
-    def refresh(self) -> None:
+    def refresh(self, slots: Sequence[int] = ()) -> None:
         """Map what the owner has made, taken over or found since the last call, and let go of what
-        is there no more. What cannot be mapped reads as if nothing were there."""
+        is there no more. What cannot be mapped reads as if nothing were there, and cannot be
+        written to. Raises MediumError if one of these slots is of that."""
         if self.mark.generation != self._generation:
+            # Whoever finds it changed waits until another thread has mapped what is new.
             with self._changing, contextlib.suppress(OSError):
                 self._follow()
                 self._remap()
+        there, count = self._there, len(self._there)
+        for slot in slots:
+            if not (0 <= slot < count and there[slot]):
+                raise MediumError(f"slot {slot} of {self.path} has no memory in this process")
 
     def _follow(self) -> None:
         """The mark was removed, and another takes its place. What was mapped stays so, because
@@ -350,10 +361,14 @@ class Region:
         self._rows, self._at, self._generation = {}, {}, 0
 
     def _remap(self) -> None:
-        generation, rows = self.mark.rows()
-        if generation < 0:  # the next call finds it changed, too
+        until = time.monotonic() + _CHANGES_S
+        while (found := self.mark.rows())[0] < 0:
+            if time.monotonic() > until:  # its owner is dying: the next call finds it changed, too
+                return
+            time.sleep(_LOOK_S)
+        generation, rows = found
+        if generation == self._generation:
             return
-        self._generation = generation
         for at, row in list(self._rows.items()):
             if rows.get(at, row)[:3] != row[:3] or at not in rows:
                 self._unmap(at)
@@ -369,6 +384,7 @@ class Region:
                         theirs.append(self.data[first : end * self.slot_bytes])
                 elif self._rows[at].mine != row.mine:
                     self._protect(at, row)
+        self._generation = generation  # last: who finds it unchanged does not wait
         if theirs:
             threading.Thread(target=map_pages, args=(theirs,), daemon=True).start()
 
@@ -411,6 +427,7 @@ class Region:
             os.close(data)
         self._rows[at] = row
         self._at[row.slab_id] = at
+        self._there[row.base : row.base + row.slots] = b"\1" * row.slots
 
     def _protect(self, at: int, row: Row) -> None:
         self._arena.protect(row.base, row.slots, at, writable=bool(row.mine))
@@ -419,6 +436,7 @@ class Region:
     def _unmap(self, at: int) -> None:
         row = self._rows.pop(at)
         self._at.pop(row.slab_id, None)
+        self._there[row.base : row.base + row.slots] = bytes(row.slots)
         self._when_unmapped(range(row.base, row.base + row.slots))
         self._arena.unmap(row.base, row.slots, at)
 
@@ -512,14 +530,16 @@ class CpuHandler(RegionHandler):
         self._then = then
 
     def _slots(self, spec: LoadStoreSpec) -> list[int]:
-        self.region.refresh()
-        return own_spec(spec, CpuSpec).slots
+        slots = own_spec(spec, CpuSpec).slots
+        self.region.refresh(slots)
+        return slots
 
     def views(self, spec: LoadStoreSpec) -> list[Buffer]:
         return [self.region.record(slot) for slot in self._slots(spec)]
 
     def landed(self, spec: LoadStoreSpec, index: int, outcome: Outcome) -> None:
-        slot = self._slots(spec)[index]
+        slot = own_spec(spec, CpuSpec).slots[index]
+        self.region.refresh((slot,))
         if self.region.state(slot) == layout.RESERVED:
             state = layout.ARRIVED if outcome.ok else layout.FAILED
             self.region.table[layout.entry_at(slot)] = state

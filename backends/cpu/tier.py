@@ -58,6 +58,15 @@ class CpuTier(FolderTier):
         self._pinning = True
         self.forget_hottest()
         self._free_in_order_of_pinning()
+        self._learn_with_neighbours()
+
+    def _learn_with_neighbours(self) -> None:
+        """And from those that are dead: what a prompt's blocks were used for, and when, is known to
+        whichever engine is asked for it next."""
+        size = self._policy.shared_bytes(self._slots_ahead())
+        memory = self._folder.learned(size) if size else None
+        if memory is not None:
+            self._policy.share(memory, self._clock())
 
     def _free_in_order_of_pinning(self) -> None:
         order = self.region.pinning_order()
@@ -322,6 +331,7 @@ class CpuTier(FolderTier):
     def close(self) -> None:
         self._note_use()
         super().close()
+        self._policy.close()
         self._entries = np.empty(0, layout.ENTRY_DTYPE)
         self.region.close()
         tidy_up(self._root)

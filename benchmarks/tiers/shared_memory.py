@@ -4,8 +4,8 @@ they hit, and what it costs to read what a neighbour has, also while that overwr
     python -m benchmarks.tiers.shared_memory [--trace requests.jsonl] [--seconds 60]
 
 All with real tiers, and no engine above them. Four that serve the same prompts hold them once. A
-trace whose requests go to four engines by turns is hit nearly as often as by one engine that has
-all the memory.
+trace that is split over four engines, by a router that keeps a conversation on its engine, is hit
+nearly as often as by one engine that has all the memory; and nearly so if requests go by turns.
 """
 
 from __future__ import annotations
@@ -39,12 +39,17 @@ from kvtier.types import BlockKey, Namespace, Outcome, Presence, block_key
 
 ENGINES = 4
 SMALL = Namespace(facts={"model": "shared"}, group_bytes=(160 << 10,))
+TRACED = Namespace(facts={"model": "shared"}, group_bytes=(640 << 10,))
+"""6,000 are 4 GiB, of which four engines have parts that differ by a sixteenth at most."""
 LARGE = Namespace(facts={"model": "shared"}, group_bytes=(1 << 20,))
 SERVED = 1 << 30
 SIZES = {"8KiB": 8 << 10, "128KiB": 128 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}
 READ_BYTES = 32 << 20
 HELD_MOST, POINTS_MOST, READ_MOST = 1.3, 1.0, 1.15
 BLOCKS = 6000
+BUSIER, BUSY_S = 1.1, 60.0
+"""A router sends no more than so many times its part to an engine. What was asked so long ago
+counts half."""
 _ROUNDS = 1000
 
 
@@ -196,10 +201,40 @@ def read_while_overwritten(report: Report, seconds: float) -> None:
     report.at_most("of which did not prove after their entry had not changed", wrong, "blocks", 0)
 
 
-def percent_hit(requests: Sequence[Request], count: int) -> float:
-    """Hits in percent of the second half of a trace that goes to so many engines by turns."""
+Route = Callable[[int, Request], int]
+"""By the number of a request, that of the engine that is asked, modulo how many there are."""
+
+
+def by_turns(number: int, request: Request) -> int:
+    return number
+
+
+def by_prefix() -> Route:
+    """As a router does that knows which engine has served a prompt's beginning: where that is most
+    of the prompt, the same engine is asked again, unless it is asked for more than others."""
+    served: dict[int, int] = {}
+    asked, then = [0.0] * ENGINES, 0.0
+
+    def route(number: int, request: Request) -> int:
+        nonlocal then
+        blocks, left = request.blocks, 0.5 ** ((request.time - then) / BUSY_S)
+        asked[:], then = [each * left for each in asked], request.time
+        known = next((at for at in reversed(range(len(blocks))) if blocks[at] in served), -1)
+        engine = min(range(ENGINES), key=asked.__getitem__)
+        if 2 * (known + 1) >= len(blocks) > 0:
+            near = served[blocks[known]]
+            engine = near if asked[near] <= BUSIER * (sum(asked) / ENGINES + 1) else engine
+        asked[engine] += len(blocks)
+        served.update(dict.fromkeys(blocks, engine))
+        return engine
+
+    return route
+
+
+def percent_hit(requests: Sequence[Request], count: int, route: Route = by_turns) -> float:
+    """Hits in percent of the second half of a trace that goes to so many engines."""
     hits = asked = 0
-    with engines(count, SMALL, BLOCKS) as tiers:
+    with engines(count, TRACED, BLOCKS) as tiers:
         now = [0.0]
         for tier in tiers:
             tier._clock = tier.retained._clock = lambda: now[0]
@@ -207,7 +242,7 @@ def percent_hit(requests: Sequence[Request], count: int) -> float:
         for number, request in enumerate(requests):
             now[0] = request.time
             keys = [block_key(block.to_bytes(8, "big")) for block in request.blocks[:BLOCKS]]
-            found = serve(tiers[number % count], keys)
+            found = serve(tiers[route(number, request) % count], keys)
             if number >= len(requests) // 2:
                 hits, asked = hits + found, asked + len(keys)
             for tier in tiers if count > 1 else ():
@@ -232,10 +267,12 @@ def main() -> None:
     if arguments.trace:
         traces = {arguments.trace.name: read_trace(arguments.trace)}
     for name, requests in traces.items():
-        alone, split = (percent_hit(requests, count) for count in (1, ENGINES))
+        alone = percent_hit(requests, 1)
         report.add(f"{name}: one engine hits", alone, "%")
-        points = alone - split
-        report.at_most(f"{name}: split over {ENGINES}, less by", points, "points", POINTS_MOST)
+        for how, route in (("prefix", by_prefix()), ("turns", by_turns)):
+            points = alone - percent_hit(requests, ENGINES, route)
+            label = f"{name}: split over {ENGINES} by {how}, less by"
+            report.at_most(label, points, "points", POINTS_MOST)
     report.finish()
 
 

@@ -11,14 +11,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.eviction.forecast import NO_RUN, SAMPLED_IN, Forecast, History, Runs
+from kvtier.eviction.forecast import (
+    NO_RUN,
+    SAMPLED_IN,
+    Forecast,
+    History,
+    Runs,
+    history_bytes,
+    history_cells,
+)
 from kvtier.eviction.policy import UNKNOWN, EvictionPolicy, fingerprint
 
 _REST_MAX = 3
 _REST_MAX_WATCHED = 16
 _REST_MAX_SHARED = 255
-_REFRESHES = 32
-"""The forecast is refreshed so often while as many uses are watched as the history has cells."""
 _RESTORED_RUN = 32
 _RESTORED_STEP_S = 1e-3
 
@@ -37,7 +43,6 @@ class Adaptive(EvictionPolicy):
         """How many blocks the last request that stored some had behind this one, at most 3."""
         self._epoch: float | None = None
         self._now = 0.0
-        self._until_learning = 0
         self._forecast = Forecast(KINDS, GROUPS, HEADS, TAILS)
         self._history = History(self._forecast)
         self._queue = EvictionQueue(self._runs, self._forecast)
@@ -51,6 +56,22 @@ class Adaptive(EvictionPolicy):
             self._marks.extend(bytes(more))
             self._rests.extend(bytes(more))
             self._history.resize(slots)
+
+    def shared_bytes(self, slots: int) -> int:
+        return history_bytes(KINDS, history_cells(slots))
+
+    def share(self, memory: memoryview, now: float) -> None:
+        self._history.share(memory)
+        epoch = self._history.epoch(now)
+        if self._epoch is not None:
+            later = self._epoch - epoch
+            self._runs.times()[:] += later
+            self._now += later
+        self._epoch = epoch
+        self._tell_time(now)
+
+    def close(self) -> None:
+        self._history.leave()
 
     def __len__(self) -> int:
         return self._runs.resident
@@ -123,7 +144,7 @@ class Adaptive(EvictionPolicy):
 
     def _tell_time(self, now: float) -> None:
         if self._epoch is None:
-            self._epoch = now
+            self._epoch = self._history.epoch(now)
         passed = now - self._epoch
         if passed < self._now:  # the clock was put back: time goes on from where it was
             self._epoch += passed - self._now
@@ -263,9 +284,7 @@ class Adaptive(EvictionPolicy):
             if rest > most:
                 rest = most
             write(cell, tag, now, kind_of[run_of[slot]], marks[slot], rest)
-        self._until_learning -= len(watched)
-        if self._until_learning <= 0:
-            self._until_learning = self._history.cells // _REFRESHES
+        if self._history.has_learned(len(watched)):
             self._forecast.refresh(self._history.waiting(self._now, KINDS))
 
     def victims(self, count: int, pinned: Container[int] = ()) -> list[int]:

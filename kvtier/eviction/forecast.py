@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,12 +33,14 @@ _POOL_WEIGHT = 100.0
 _LEVEL_WEIGHT = 10.0
 """So many observations a kind needs before its own curve, and its own level, count more than those
 of all kinds together."""
+_COUNT_MAX = 1e15
+"""More was never counted: somebody has written into the memory that processes share."""
 _SURE = 100.0
 """So many uses at an age are as good a reason for a sharp curve as for a smooth one."""
 
 
 def _positions(ages: Floats) -> Floats:
-    scaled: Floats = np.maximum(ages, _YOUNGEST)
+    scaled: Floats = np.fmax(ages, _YOUNGEST)  # what is no number counts as young
     scaled /= _YOUNGEST
     np.log2(scaled, out=scaled)
     scaled *= _PER_OCTAVE
@@ -45,7 +49,8 @@ def _positions(ages: Floats) -> Floats:
 
 def age_steps(ages: Floats) -> NDArray[np.intp]:
     """The steps of the logarithmic scale that ages in seconds fall into."""
-    return np.minimum(_positions(ages).astype(np.intp), AGES - 1)
+    positions: Floats = _positions(ages)
+    return np.minimum(positions, AGES - 1, out=positions).astype(np.intp)
 
 
 def age_positions(ages: Floats) -> Floats:
@@ -92,12 +97,14 @@ class Counts:
 
     def __init__(self, kinds: int) -> None:
         self.total: Floats = np.zeros((kinds, AGES))
+        """May lie in memory that other processes count in, too."""
         self._kinds = bytearray()
         self._ages = array("d")
 
     @property
     def nbytes(self) -> int:
-        return self.total.nbytes + 9 * len(self._ages)
+        """Without the counts, which are where the history is."""
+        return 9 * len(self._ages)
 
     def note(self, kind: int, age: float) -> None:
         """One more."""
@@ -106,13 +113,17 @@ class Counts:
 
     def count(self) -> Floats:
         """By kind and age, all that was noted."""
+        total = self.total
+        if not 0 <= total.min() <= total.max() <= _COUNT_MAX:  # no number, perhaps
+            total[:] = 0.0
         if self._ages:
-            cells = age_steps(np.frombuffer(self._ages))
-            cells += np.frombuffer(self._kinds, dtype=np.uint8).astype(np.intp) * AGES
-            self.total += np.bincount(cells, minlength=self.total.size).reshape(self.total.shape)
+            kinds = np.frombuffer(self._kinds, dtype=np.uint8).astype(np.intp)
+            cells = np.minimum(kinds, len(total) - 1) * AGES
+            cells += age_steps(np.frombuffer(self._ages))
+            total += np.bincount(cells, minlength=total.size).reshape(total.shape)
             self._kinds = bytearray()
             self._ages = array("d")
-        return self.total
+        return total
 
 
 class Forecast:
@@ -130,7 +141,7 @@ class Forecast:
         heads: slice = slice(0),
         tails: slice = slice(0),
     ) -> None:
-        self._kinds = kinds
+        self.kinds = kinds
         self._pooled = sum(groups)
         self._group_sizes = groups
         self._groups = np.cumsum([0, *groups[:-1]])
@@ -154,6 +165,10 @@ class Forecast:
     def nbytes(self) -> int:
         return self.rates.nbytes + self.reused.nbytes + self.lost.nbytes
 
+    def count_in(self, reused: Floats, lost: Floats) -> None:
+        """Count there from now on, from what was counted there so far."""
+        self.reused.total, self.lost.total = reused, lost
+
     def refresh(self, waiting: Floats) -> None:
         """Learn from what was counted; `waiting` counts the watched blocks, by kind and age."""
         reused, lost = self.reused.count(), self.lost.count()
@@ -161,9 +176,9 @@ class Forecast:
         at_risk = np.cumsum((reused + left)[:, ::-1], axis=1)[:, ::-1] - 0.5 * left
         hazards = self._hazards(*_smoothed(reused, at_risk))
         # All pooled kinds that nobody has seen yet have one curve, and so have the others.
-        curve = np.where(at_risk[:, 0] > 0, np.arange(2, self._kinds + 2), self._unseen)
+        curve = np.where(at_risk[:, 0] > 0, np.arange(2, self.kinds + 2), self._unseen)
         _, first, which = np.unique(curve, return_index=True, return_inverse=True)
-        self.rates[: self._kinds] = self._best_rates(hazards[first])[which]
+        self.rates[: self.kinds] = self._best_rates(hazards[first])[which]
         self.rates[self._heads] = np.maximum(self.rates[self._heads], self.rates[self._tails])
         if reused.sum() + lost.sum() > self.memory:
             reused *= 0.5
@@ -232,6 +247,27 @@ _CENSUS_CELLS = _CELLS_MIN
 _CENSUSES = 12
 """A wait counts half when it is as long as it took to count so many times."""
 _EMPTY = 0
+_REFRESHES = 32
+"""The forecast is refreshed so often while as many uses are watched as the history has cells."""
+_WATCHED_MASK = (1 << 64) - 1
+
+_HEADER = struct.Struct("<8sII")
+_MAGIC = b"kvtuses1"
+_LONGEST_S = 1e9
+"""A time further back is none that anybody has seen."""
+_EPOCH, _WATCHED, _COUNTS_AT = slice(16, 24), slice(24, 32), 64
+_COLUMNS = [np.dtype(each) for each in ("u4", "f4", "u1", "u1", "u1")]
+_CELL_BYTES = sum(each.itemsize for each in _COLUMNS)
+
+
+def history_cells(slots: int) -> int:
+    """Of a history for so many slots."""
+    return max(_CELLS_A_SLOT * slots, _CELLS_MIN)
+
+
+def history_bytes(kinds: int, cells: int) -> int:
+    """What a history takes, with what was counted."""
+    return _COUNTS_AT + 2 * kinds * AGES * 8 + cells * _CELL_BYTES
 
 
 class History:
@@ -240,41 +276,100 @@ class History:
 
     So it remembers about `SAMPLED_IN` times as many blocks as it has cells, resident or not, at 11
     bytes a cell. Times are kept relative to the first one seen, in 32 bits.
+
+    It lies in one piece of memory with what the forecast has counted. Processes may share that:
+    then each learns from the uses that all of them see. They take no lock. A cell that two write at
+    the same time may end as a mixture of both, and a count may be lost, which is noise to a
+    forecast; nothing that stands there leads out of the table.
     """
 
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
-        self._reused, self._lost = forecast.reused, forecast.lost
+        self._kinds = forecast.kinds
         self._counted_at: deque[float] = deque(maxlen=_CENSUSES)
-        self._reset(_CELLS_MIN)
+        self.shared = False
+        self._lay_out(_CELLS_MIN)
 
-    def _reset(self, cells: int) -> None:
+    def _lay_out(self, cells: int, memory: memoryview | None = None) -> None:
+        """Be in this memory from now on, or in new memory; its size is that of `history_bytes`."""
+        kinds = self._kinds
         self.cells = cells
         self._forecast.memory = max(cells // _CELLS_A_SLOT, _MEMORY_MIN)
         # Parts of equal size: a small one at the end would say next to nothing of all.
         self._census = -(-cells // -(-cells // _CENSUS_CELLS))
         self._census_at = 0
-        self.tags = array("I", bytes(4 * cells))
-        self.times = array("f", bytes(4 * cells))
-        self.kinds = bytearray(cells)
-        self.marks = bytearray(cells)
-        self.rests = bytearray(cells)
+        view = memory if memory is not None else memoryview(bytearray(history_bytes(kinds, cells)))
+        self._view = view
+        header = _HEADER.pack(_MAGIC, kinds, cells)
+        if view[: _HEADER.size] != header:
+            self._forget()
+            view[: _HEADER.size] = header
+        counts = np.frombuffer(view, np.float64, 2 * kinds * AGES, _COUNTS_AT)
+        self._forecast.count_in(*counts.reshape(2, kinds, AGES))
+        self._epoch, self._watched = view[_EPOCH].cast("d"), view[_WATCHED].cast("Q")
+        self._learned_at = self._watched[0] - cells  # what is there is learned at once
+        tags, times, *rest = self._parts(view, cells)
+        self.tags, self.times = tags.cast("I"), times.cast("f")
+        self.kinds, self.marks, self.rests = rest
+
+    def _parts(self, view: memoryview, cells: int) -> list[memoryview]:
+        sizes = [dtype.itemsize * cells for dtype in _COLUMNS]
+        begins = accumulate(sizes, initial=history_bytes(self._kinds, 0))
+        return [view[at : at + size] for at, size in zip(begins, sizes, strict=False)]
+
+    def _forget(self) -> None:
+        self._view[_HEADER.size :] = bytes(len(self._view) - _HEADER.size)
+        self._view[_EPOCH] = struct.pack("<d", np.nan)
+
+    def share(self, memory: memoryview) -> None:
+        """Go on in this memory, with what others have learned there. It has the size that
+        `history_bytes` says of some number of cells, and stays as it is."""
+        rest = len(memory) - history_bytes(self._kinds, 0)
+        self.shared = True
+        self._lay_out(rest // _CELL_BYTES, memory)
+
+    def leave(self) -> None:
+        """Let go of memory that is shared; what was learned there is not known any more."""
+        if self.shared:
+            self.shared = False
+            self._lay_out(_CELLS_MIN)
+
+    def epoch(self, now: float) -> float:
+        """The time that others are relative to: the first that was seen. If a clock was put back to
+        before that, everything begins anew."""
+        found = self._epoch[0]
+        if not 0 <= now - found <= _LONGEST_S:  # it may be no number, too
+            self._forget()
+            self._epoch[0] = found = now
+        return found
+
+    def has_learned(self, uses: int) -> bool:
+        """So many more uses were watched here; whether enough were, by all, to learn anew."""
+        watched = (self._watched[0] + uses) & _WATCHED_MASK
+        self._watched[0] = watched
+        due = (watched - self._learned_at) & _WATCHED_MASK >= self.cells // _REFRESHES
+        if due:
+            self._learned_at = watched
+        return due
 
     @property
     def nbytes(self) -> int:
-        return self.cells * 11
+        return len(self._view)
 
     def resize(self, slots: int) -> None:
         """Have two cells for each slot; what was remembered stays where it still maps.
 
         Half as many again as before at least: a tier that grows slab by slab calls for each, and
-        must not move everything each time.
+        must not move everything each time. Memory that is shared has its size.
         """
         wanted = _CELLS_A_SLOT * slots
-        if wanted <= self.cells:
+        if wanted <= self.cells or self.shared:
             return
-        before = self._columns()
-        self._reset(max(wanted, self.cells * 3 // 2))
+        before, view, learned_at = self._columns(), self._view, self._learned_at
+        self._lay_out(max(wanted, self.cells * 3 // 2))
+        self._learned_at = learned_at
+        unchanged = slice(_HEADER.size, history_bytes(self._kinds, 0))
+        self._view[unchanged] = view[unchanged]
         tags = before[0]
         cells = np.flatnonzero(tags != _EMPTY)
         places = (tags[cells] >> _SAMPLE_BITS) % self.cells
@@ -282,11 +377,8 @@ class History:
             new[places] = old[cells]
 
     def _columns(self) -> list[NDArray[Any]]:
-        return [
-            np.frombuffer(self.tags, np.uint32),
-            np.frombuffer(self.times, np.float32),
-            *(np.frombuffer(each, np.uint8) for each in (self.kinds, self.marks, self.rests)),
-        ]
+        parts = self._parts(self._view, self.cells)
+        return [np.frombuffer(*each) for each in zip(parts, _COLUMNS, strict=True)]
 
     def sample(self, prints: Iterable[int]) -> list[tuple[int, int, int]]:
         """Which of these fingerprints are watched: (index, cell, tag)."""
@@ -301,7 +393,8 @@ class History:
         """A watched block is used now: what it was waiting for has happened, or is lost."""
         before = self.tags[cell]
         if before != _EMPTY:
-            ended = self._reused if before == tag else self._lost
+            forecast = self._forecast
+            ended = forecast.reused if before == tag else forecast.lost
             ended.note(self.kinds[cell], time - self.times[cell])
         self.tags[cell] = tag
         self.times[cell] = time
@@ -316,9 +409,10 @@ class History:
         table that remembers for long learns late that the workload has changed.
         """
         part = slice(self._census_at, self._census_at + self._census)
-        tags = np.frombuffer(self.tags, dtype=np.uint32)[part]
-        ages = now - np.frombuffer(self.times, dtype=np.float32)[part].astype(np.float64)
-        cell = np.frombuffer(self.kinds, dtype=np.uint8)[part].astype(np.intp)
+        tags, times, of_kind, *_ = (each[part] for each in self._columns())
+        with np.errstate(invalid="ignore"):  # what others write may be no number
+            ages = now - times.astype(np.float64)
+        cell = of_kind.astype(np.intp)
         cell *= AGES
         cell += age_positions(ages).astype(np.intp)
         cell[tags == _EMPTY] = kinds * AGES

@@ -33,7 +33,7 @@ class EvictionPolicy(ABC):
       min(count, resident and not pinned) of them;
     - `victims` changes nothing that a caller can see: an `evict` that follows takes the same slots;
     - state is bounded by the number of slots (ghosts of evicted blocks included);
-    - the same calls give the same answers, in every process.
+    - the same calls give the same answers, in every process, unless it shares what it learns.
     """
 
     name: ClassVar[str]
@@ -94,6 +94,18 @@ class EvictionPolicy(ABC):
         `last_used` is on the clock of `use`, ascending; without it the order is all that is known.
         Blocks used at the same time count as one request's, its deepest block first.
         """
+
+    def shared_bytes(self, slots: int) -> int:
+        """How much memory the policies of several processes may share, which have so many slots
+        together, to learn from what all of them see; 0 if there is nothing to be learned."""
+        return 0
+
+    def share(self, memory: memoryview, now: float) -> None:  # noqa: B027 - most learn nothing
+        """Keep there from now on what is learned: zeros at first, and what others have written
+        later, or anything. It has the size that `shared_bytes` said, to this policy or another."""
+
+    def close(self) -> None:  # noqa: B027 - most share nothing
+        """Let go of memory that is shared."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -476,6 +476,15 @@ class RetainingPolicy(EvictionPolicy):
 
     # -- the rest ----------------------------------------------------------------------------
 
+    def shared_bytes(self, slots: int) -> int:
+        return self._policy.shared_bytes(slots)
+
+    def share(self, memory: memoryview, now: float) -> None:
+        self._policy.share(memory, now)
+
+    def close(self) -> None:
+        self._policy.close()
+
     def remove(self, slots: Sequence[int]) -> None:
         if self.active:
             self._forget(slots)

@@ -54,6 +54,8 @@ slab: if that were made again at once, it would go for the next little thing tha
 _SLAB_MIN = 1 << 20
 _SLAB_USUAL = 64 << 20
 _SLAB_MAX = 1 << 30
+_SLABS_USUAL = 64
+"""Engines that share a folder have equal parts of it but for one slab."""
 _SLABS_MIN = 4
 """A folder has room for so many at least: a slab is what engines that share one hand over."""
 _SLABS_MAX = 1 << 14
@@ -78,10 +80,10 @@ class FolderLimits(msgspec.Struct, frozen=True):
 
 
 def slab_bytes(capacity: int) -> int:
-    """How large slabs are made: a sixteenth of the folder, but neither tiny nor huge."""
+    """How large slabs are made: a small part of the folder, but neither tiny nor huge."""
     usual = min(_SLAB_USUAL, capacity // _SLABS_MIN)
     most = max(_SLAB_MAX, capacity // _SLABS_MAX)
-    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // 16)))
+    return min(capacity, max(_SLAB_MIN, usual, min(most, capacity // _SLABS_USUAL)))
 
 
 def kept_free(free_floor: int, slab_bytes: int) -> int:

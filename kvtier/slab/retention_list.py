@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from kvtier.errors import FormatError, NewerFormat
+from kvtier.errors import UNREADABLE, FormatError, NewerFormat
 from kvtier.eviction.retention import BLOCKS_MAX, PINNED, SESSIONS_MAX, RetainedBlocks, Sessions
 from kvtier.record.record import Buffer
 from kvtier.system.disk import Disk, write_all
@@ -77,7 +77,7 @@ def decode(data: bytes, namespace: bytes) -> dict[str, dict[BlockKey, float]]:
         raise FormatError("it belongs to another namespace")
     try:
         runs = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise FormatError(f"it is none of kvtier's: {error}") from None
     found: dict[str, dict[BlockKey, float]] = {}
     if sum(len(run.keys) for run in runs) > 2 * BLOCKS_MAX:

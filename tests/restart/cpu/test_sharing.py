@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
 from support.tiers.nvme_rig import child, expect
 
 from kvtier.backends.cpu import BACKEND, CpuTier
+from kvtier.interfaces.backend import TierContext
 from kvtier.slab.files import used_bytes
 from kvtier.testing.subject import blank, make_keys, prove
 from kvtier.types import BlockKey, Outcome, Presence
 
-B = type(CONTEXT)(CONTEXT.namespace, "b")
+B = TierContext(CONTEXT.namespace, "b")
 BLOCKS = 2000
 """Four slabs."""
 WAIT_S = 20.0
@@ -187,3 +189,57 @@ def put_reserved(tier: CpuTier, keys: Sequence[BlockKey], slots: Sequence[int]) 
     for key, slot in zip(keys, slots, strict=True):
         fill(tier.region.record(slot), key)
     tier.complete_store(keys)
+
+
+@contextlib.contextmanager
+def learning(folder: Path, context: TierContext = CONTEXT) -> Iterator[CpuTier]:
+    adaptive = msgspec.structs.replace(settings(folder, BLOCKS), eviction="adaptive")
+    tier = BACKEND.open_tier(adaptive, context)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def uses_watched(tier: CpuTier) -> int:
+    watched: int = tier._policy._policy._history._watched[0]  # type: ignore[attr-defined]
+    return watched
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_they_learn_together_and_from_the_dead(tmp_path: Path) -> None:
+    files = open_files()
+    with learning(tmp_path) as a, learning(tmp_path, B) as b:
+        put(a, make_keys(400))
+        put(b, make_keys(400, start=1000))
+        before = uses_watched(a)
+        assert uses_watched(b) == before > 150
+    (path,) = tmp_path.rglob("owners/learned")
+    assert path.stat().st_mode & 0o777 == 0o600
+    with learning(tmp_path) as a:
+        assert uses_watched(a) == before
+    assert open_files() == files
+
+
+@pytest.mark.parametrize("kind", ["cut short", "a folder", "a link", "a pipe"])
+def test_an_engine_starts_whatever_lies_where_it_would_learn(tmp_path: Path, kind: str) -> None:
+    with learning(tmp_path) as a:
+        put(a, make_keys(100))
+    (path,) = tmp_path.rglob("owners/learned")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    if kind == "cut short":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+        make = {"a folder": path.mkdir, "a link": lambda: path.symlink_to(secret)}
+        make.get(kind, lambda: os.mkfifo(path))()
+    with learning(tmp_path) as a:
+        assert served(a, make_keys(100)) == make_keys(100)
+        put(a, make_keys(2 * BLOCKS, start=1000))
+        assert uses_watched(a) > 0
+    assert path.is_file() != (kind == "a folder")
+    assert secret.read_bytes() == b"secret"

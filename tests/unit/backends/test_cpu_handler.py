@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiers.subjects import CPU
 
-from kvtier.backends.cpu import CpuHandler, CpuSpec, Region
+from kvtier.backends.cpu import CpuHandler, CpuSpec, Region, medium
+from kvtier.errors import MediumError
 from kvtier.record.record import Buffer
 from kvtier.slab import layout
 from kvtier.slab.layout import ARRIVED, FAILED, FREE, RESERVED, VALID
@@ -115,3 +118,68 @@ def test_a_slot_that_changes_while_it_is_copied_is_gone(
     assert rig.handler.load(spec, keys, [into]) == [outcome]
     assert prove(into, keys[0]).ok, "who trusted the bytes alone would not know"
     rig.tier.complete_load(keys)
+
+
+@pytest.fixture
+def late(rig: Rig) -> Iterator[tuple[Region, int, bytes]]:
+    """A process of the engine that has not mapped its slab yet, a slot of it, and what is there."""
+    spec = rig.tier.prepare_load(keys := rig.put(make_keys(1)))
+    assert isinstance(spec, CpuSpec)
+    region = Region.attach(handler_of(rig).region.path)
+    for at in list(region._rows):
+        region._unmap(at)
+    region._generation = 0
+    yield region, spec.slots[0], bytes(handler_of(rig).region.record(spec.slots[0]))
+    region.close()
+    rig.tier.complete_load(keys)
+
+
+def test_nobody_reads_a_slab_that_another_thread_is_about_to_map(
+    late: tuple[Region, int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that are not mapped read as zeros, and who writes there ends the process."""
+    region, slot, right = late
+    maps, begun, go = region._arena.map, threading.Event(), threading.Event()
+    found: list[bytes] = []
+
+    def map_slowly(*args: Any, **named: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+        maps(*args, **named)
+
+    def read() -> None:
+        region.refresh([slot])
+        found.append(bytes(region.record(slot)))
+
+    monkeypatch.setattr(region._arena, "map", map_slowly)
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.1)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == [right, right]
+
+
+def test_nobody_reads_a_slab_while_its_owner_says_where_it_is(
+    late: tuple[Region, int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who cannot wait for that is told, be it that the owner died amid it."""
+    region, slot, right = late
+    generation = region.mark.generation
+
+    def say(generation: int) -> None:
+        medium._GENERATION.pack_into(region.mark._map, medium._GENERATION_AT, generation)
+
+    say(generation + 1)
+    monkeypatch.setattr(medium, "_CHANGES_S", 0.0)
+    with pytest.raises(MediumError, match="no memory in this process"):
+        region.refresh([slot])
+    monkeypatch.setattr(medium, "_CHANGES_S", 60.0)
+    monkeypatch.setattr("time.sleep", lambda seconds: say(generation + 2))
+    region.refresh([slot])
+    assert bytes(region.record(slot)) == right
+    with pytest.raises(MediumError):
+        region.refresh([slot, region.mark.slots])

@@ -213,6 +213,7 @@ class TestAdaptive:
         policy.use(range(10, 20), keys(10, 10), 2.0)
         assert policy.evict(10) == list(range(9, -1, -1))
 
+    @pytest.mark.slow
     def test_it_does_not_look_at_all_of_very_many_to_evict_a_few(self) -> None:
         """Of ten million prompts of a block each, 64 took 8 ms of the engine's thread."""
         count = 1 << 20

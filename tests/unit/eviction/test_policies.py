@@ -61,6 +61,7 @@ class TestEveryPolicy:
         assert len(policy) == count
         assert len(set(policy.evict(count))) == count
 
+    @pytest.mark.slow
     def test_its_state_is_small(self, name: str) -> None:
         count = 50_000
         policy = new_policy(name, count)
@@ -71,6 +72,7 @@ class TestEveryPolicy:
         assert len(policy) == count
         assert policy.nbytes <= 45 * count
 
+    @pytest.mark.slow
     def test_its_state_is_bounded_where_each_block_is_a_prompt_of_its_own(self, name: str) -> None:
         count = 20_000
         policy = new_policy(name, count)
