@@ -10,11 +10,13 @@ import json
 import logging
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.record.record import VERSION as RECORD_VERSION
@@ -34,6 +36,9 @@ _WATCHED = (
 """Methods of SGLang's WeightUpdater: all ways by which a running engine takes other weights."""
 _CALLS = {
     "batch_exists": ("keys", "extra_info"),
+    "batch_exists_v2": ("keys", "pool_transfers", "extra_info"),
+    "batch_get_v2": ("transfers", "extra_info"),
+    "batch_set_v2": ("transfers", "extra_info"),
     "batch_get_v1": ("keys", "host_indices", "extra_info"),
     "batch_set_v1": ("keys", "host_indices", "extra_info"),
     "register_mem_pool_host": ("mem_pool_host",),
@@ -60,6 +65,14 @@ _SETTINGS = (
     *("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
 )
 """SGLang's settings that change what is in a page."""
+_STATE_SETTINGS = (
+    *("mamba_ssm_dtype", "mamba_backend", "mamba_radix_cache_strategy"),
+    *("enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds"),
+    *("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend"),
+    *("linear_attn_verify_backend", "enable_linear_replayssm", "linear_replayssm_cache_len"),
+    *("enable_linear_replayssm_spec", "qsa_indexer_dtype"),
+)
+"""Those that change what is in a page of another pool than the KV cache's."""
 
 
 def check_version(interface: type) -> str:
@@ -125,6 +138,34 @@ def refuse(arguments: Any, model: Any) -> None:
         )
 
 
+def refuse_pools(ranks: Any, others: Mapping[str, Any]) -> None:
+    """Raise ConfigError for pools beside the KV cache that ranks would mistake for each other's."""
+    if others and ranks.is_mla_model and ranks.tp_size > 1:
+        raise ConfigError(
+            "--tp-size",
+            f"replicas share the KV cache of this model, but perhaps not {', '.join(others)}",
+            "serve this model by an engine without kvtier, or without tensor parallelism",
+        )
+
+
+def facts_of_pools(arguments: Any, others: Mapping[str, Any]) -> dict[str, str]:
+    """Those of an engine that has other pools beside its KV cache, by their names."""
+    if not others:
+        return {}
+    facts = {f"pool_{name}": _kind_of(pool) for name, pool in others.items()}
+    return facts | {"state_settings": _chosen(arguments, _STATE_SETTINGS)}
+
+
+def _kind_of(pool: Any) -> str:
+    """What a page of a pool is: `get_page_buffer_meta` names its pieces."""
+    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, list | tuple) else [pool.kv_buffer]
+    dtypes = " ".join(str(each.dtype) for each in buffers)
+    _, sizes = pool.get_page_buffer_meta(np.arange(pool.page_size))
+    pieces = " ".join(map(str, sizes))
+    kind = f"{type(pool).__name__} {pool.layout} {pool.storage_format_tag}"
+    return f"{kind}, {pool.page_size} tokens of {dtypes}, in {pieces} bytes"
+
+
 def facts_of(
     arguments: Any, model: Any, ranks: Any, pool: Any, weights: str | None
 ) -> dict[str, str]:
@@ -149,7 +190,7 @@ def facts_of(
         "tensor_parallel": _rank("any" if ranks.is_mla_model else ranks.tp_rank, ranks.tp_size),
         "pipeline_parallel": _rank(ranks.pp_rank, ranks.pp_size),
         "context_parallel": _rank(ranks.attn_cp_rank, ranks.attn_cp_size),
-        "settings": _chosen(arguments),
+        "settings": _chosen(arguments, _SETTINGS),
         "platform": _platform(arguments.device),
         "engine": f"sglang {version('sglang')}",
     }
@@ -179,8 +220,8 @@ def _fingerprints(arguments: Any, load: Any) -> str:
     return " ".join(weights_of(each, load) for each in named)
 
 
-def _chosen(arguments: Any) -> str:
-    said = {name: getattr(arguments, name, None) for name in _SETTINGS}
+def _chosen(arguments: Any, settings: Sequence[str]) -> str:
+    said = {name: getattr(arguments, name, None) for name in settings}
     chosen = [f"{name}={value}" for name, value in said.items() if value not in (None, False, "")]
     return " ".join(chosen) or "default"
 

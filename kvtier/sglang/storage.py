@@ -15,7 +15,13 @@ import logging
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_memory, get_server_args
 
@@ -23,9 +29,9 @@ from kvtier import config as stack_config
 from kvtier.errors import ConfigError
 from kvtier.guard import guarded
 from kvtier.sglang import identity
-from kvtier.sglang.pages import HostPages, PageStore
+from kvtier.sglang.pages import STATES_S, HostPages, PageKeys, PageStore, restorable
 from kvtier.stack import Stack
-from kvtier.types import BlockKey, Namespace, block_key
+from kvtier.types import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +63,31 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]
         self._ranks = storage_config
         self._config = stack_config.load(extra["stack"])
         self._weights = extra.get("weights")
+        self._others: dict[str, Any] = {}
+        """SGLang's host pools beside that of the KV cache."""
         self._store: PageStore | None = None
 
     # -- what SGLang has, and how it begins and ends ---------------------------------------------
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        if host_pool is not self.mem_pool_host:
+        if host_pool is self.mem_pool_host:
+            return
+        if self._store is not None:
             raise ConfigError(
-                "--model-path",
-                f"SGLang keeps {host_pool_name} of this model beside its KV cache (states, windows "
-                "or an index), and that was not tried",
-                "serve it by an engine without kvtier",
+                "--hicache-storage-backend",
+                f"SGLang has added {host_pool_name} after it said which pools there are",
+                "serve this model by an engine without kvtier",
             )
+        self._others[host_pool_name] = host_pool
 
     def on_host_pools_registered(self) -> None:
         arguments, pool = get_server_args(), self.mem_pool_host
         model = ModelConfig.from_server_args(arguments)
         identity.refuse(arguments, model)
-        pages = HostPages.of_pool(pool)
+        identity.refuse_pools(self._ranks, self._others)
+        pages = HostPages.of_pools({PoolName.KV: pool, **self._others})
         facts = identity.facts_of(arguments, model, self._ranks, pool, self._weights)
+        facts |= identity.facts_of_pools(arguments, self._others)
         namespace = Namespace(facts=facts, group_bytes=pages.layout.group_bytes)
         stack = Stack.open(self._config, namespace, serving=True, engine=self._engine())
         try:
@@ -114,36 +126,81 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]
         """Nothing is kept or found of other weights than those that the engine began with."""
         return None if identity.weights_changed.is_set() else self._store
 
-    @guarded(lambda: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
+
+    @guarded(PoolTransferResult.empty)
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The longest prefix of which all pools have what they need, and which others are so."""
         store = self._serving
-        return store.find(_block_keys(keys)) if store else 0
+        if store is None:
+            return PoolTransferResult.empty()
+        pages = store.pages
+        transfers = pool_transfers or []
+        hashes = [bytes.fromhex(key) for key in keys]
+        (kv,) = store.find(pages.keys(PoolName.KV, hashes))
+        count = kv.index(False) if False in kv else len(kv)
+        if not count:
+            return PoolTransferResult(0, {}, [])
+        others = [pages.keys(each.name, hashes[:count]) for each in transfers]
+        hits = {PoolName.KV: count}
+        whole = list(range(1, count + 1))
+        for transfer, there in zip(transfers, store.find(*others) if others else [], strict=True):
+            if not whole:
+                break
+            if lengths := restorable(there, _needed(transfer, count)):
+                hits[transfer.name] = lengths[-1]
+            whole = sorted(set(whole).intersection(lengths))
+        return PoolTransferResult(whole[-1] if whole else 0, hits, whole)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        loaded = self._load(keys, host_indices)
-        return [at < loaded for at in range(len(keys))]
+        return self._load(PoolTransfer(PoolName.KV, host_indices, keys=keys))
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        end = self._store.load_end(STATES_S) if self._store else 0.0
+        return {each.name: self._load(each, end) for each in transfers}
+
+    def _load(self, transfer: Any, end: float | None = None) -> list[bool]:
+        loaded = self._loaded(transfer, end)
+        return [at < loaded for at in range(len(transfer.keys or ()))]
 
     @guarded(lambda: 0)
-    def _load(self, keys: list[str], host_indices: Any) -> int:
-        store = self._serving
-        return store.load(_block_keys(keys), self._numbers(host_indices)) if store else 0
+    def _loaded(self, transfer: Any, end: float | None) -> int:
+        store, pages = self._serving, self._pages_of(transfer)
+        return store.load(*pages, end) if store and pages else 0
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        return self._keep(keys, host_indices) or [False] * len(keys)
+        return self._keep(PoolTransfer(PoolName.KV, host_indices, keys=keys))
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {each.name: self._keep(each) for each in transfers}
+
+    def _keep(self, transfer: Any) -> list[bool]:
+        return self._kept(transfer) or [False] * len(transfer.keys or ())
 
     @guarded(list)
-    def _keep(self, keys: list[str], host_indices: Any) -> list[bool]:
-        store = self._serving
-        return store.store(_block_keys(keys), self._numbers(host_indices)) if store else []
+    def _kept(self, transfer: Any) -> list[bool]:
+        store, pages = self._serving, self._pages_of(transfer)
+        return store.store(*pages) if store and pages else []
 
-    def _numbers(self, host_indices: Any) -> list[int]:
-        """SGLang names a page by its tokens' places, of which the first says all."""
-        size = self.mem_pool_host.page_size
-        return [int(place) // size for place in host_indices[::size].tolist()]
+    def _pages_of(self, transfer: Any) -> tuple[list[PageKeys], list[int]] | None:
+        """The keys and places of a transfer's pages; None if these do not belong together. SGLang
+        names a page by its tokens' places, of which the first says all."""
+        name, keys, indices = transfer.name, transfer.keys or [], transfer.host_indices
+        size = (self.mem_pool_host if name == PoolName.KV else self._others[name]).page_size
+        if self._store is None or indices is None or len(indices) != len(keys) * size:
+            return None
+        places = [int(place) for place in indices[::size].tolist()]
+        if any(place % size for place in places):
+            return None
+        hashes = [bytes.fromhex(key) for key in keys]
+        return self._store.pages.keys(name, hashes), [place // size for place in places]
 
     # -- what SGLang calls only without `interface_v1` -------------------------------------------
 
@@ -173,5 +230,10 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]
         return False
 
 
-def _block_keys(keys: list[str]) -> list[BlockKey]:
-    return [block_key(bytes.fromhex(key)) for key in keys]
+def _needed(transfer: Any, count: int) -> int:
+    """How many of a prefix's last pages a pool needs; raises ValueError if it says it otherwise."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return count
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return max(1, len(transfer.keys or ()))
+    raise ValueError(f"SGLang asks by {transfer.hit_policy}, which kvtier does not know")

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from engines.world import World, fill, flip, prompt, small_disk
 from support.object import object_servers
 from support.processes.dynamo_indexer import until
 
-from kvtier.cli.inspect import look, parts_of
+from kvtier.cli.inspect import blocks_of, look, parts_of
 from kvtier.config import load
+from kvtier.types import group_of
 
 SGLANG = HOST.with_name("sglang_host.py")
 STAND_IN = HOST.with_name("sglang_cpu")
@@ -96,6 +97,7 @@ def environment() -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": object_servers.SECRET_KEY,
         "AWS_DEFAULT_REGION": "us-east-1",
         "PYTHONPATH": os.pathsep.join(folders),
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # as all else here
         "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
         "SGLANG_USE_CPU_ENGINE": "1",
     }
@@ -369,13 +371,179 @@ def test_other_weights_find_nothing(
     assert stored(found) == [0, 0, 0], "nor at the next start"
 
 
+STATES = {"hicache_mem_layout": "page_first_direct", "max_mamba_cache_size": 64}
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "windows": ("mellum", {"hicache_mem_layout": "layer_first"}),
+    "states": ("qwen3_next", {**STATES, "mamba_radix_cache_strategy": "extra_buffer"}),
+    "last states": (
+        "qwen3_next",
+        {**STATES, "mamba_radix_cache_strategy": "no_buffer", "page_size": 1},
+    ),
+}
+"""Models that have more than KV cache, and what SGLang needs for them."""
+SEEN = 320
+BEGUN = [each[:SEEN] for each in PROMPTS]
+LONGER = [each + prompt(9, 2) for each in BEGUN]
+"""With so little more that what is said still depends on the states before it."""
+
+
+class Hybrid(Sglang):
+    """Engines of a model that has more than KV cache. Some states are those at the end of a request
+    only, and so a prompt finds the ones of another prompt that it begins with."""
+
+    def __init__(self, sglang: Sglang, kind: str, model: Callable[..., Path]) -> None:
+        self.kind, self._model = kind, model
+        self._family, self._settings = HYBRID[kind]
+        super().__init__(sglang.folder, sglang.world, model(self._family))
+        self.stack["tiers"][0]["capacity"] = "64MiB"
+
+    def plain(self, model: Path | None = None, **more: Any) -> Engine:
+        return super().plain(model, **self._settings, **more)
+
+    def with_other_weights(self) -> Engine:
+        return self.engine(self._model(self._family, seed=1))
+
+    def keep(self, prompts: list[list[int]], ranks: int = 1) -> None:
+        """Have an engine keep these on disk, and lose what is not there."""
+        engine = self.engine(tp_size=ranks)
+        engine.generate(prompts=prompts, tokens=1)
+        expected = ranks * sum(map(len, prompts)) // self._settings.get("page_size", 64)
+
+        def written() -> bool:
+            pages = sum(group_of(each.key) == 0 for each in self.on_disk())
+            return pages == expected and self.held()["cpu"] == self.held()["nvme"]
+
+        until(written)
+        engine.kill()
+        self.lose_memory()
+
+    def on_disk(self) -> list[Any]:
+        """The blocks there."""
+        return list(blocks_of(look(load(self.stack, to_write=False), 1)))
+
+    def damage_states(self, but: Collection[Any] = ()) -> None:
+        """Change a bit in each record there of states or windows, but those with these keys."""
+        for block in self.on_disk():
+            if group_of(block.key) > 0 and block.key not in but:
+                header = block.slab.header
+                with block.slab.data.open("r+b") as file:
+                    file.seek(at := header.data_at + block.slot * header.slot_bytes + 6000)
+                    (byte,) = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte ^ 4]))
+
+
+@pytest.fixture(params=HYBRID)
+def hybrid(
+    request: pytest.FixtureRequest, sglang: Sglang, model: Callable[..., Path]
+) -> Iterator[Hybrid]:
+    hybrid = Hybrid(sglang, request.param, model)
+    yield hybrid
+    hybrid.close()
+
+
+@pytest.fixture(scope="session")
+def hybrid_answers() -> dict[str, list[list[int]]]:
+    """By kind; filled by the first test that asks."""
+    return {}
+
+
+@pytest.fixture
+def right_longer(hybrid: Hybrid, hybrid_answers: dict[str, list[list[int]]]) -> list[list[int]]:
+    if hybrid.kind not in hybrid_answers:
+        engine = hybrid.plain()
+        found = tokens(engine.generate(prompts=LONGER, tokens=TOKENS))
+        engine.kill()
+        assert all(len(set(each)) > TOKENS // 2 for each in found), "no output repeats itself"
+        assert len(set(map(tuple, found))) == len(found), "and tells of the tokens before the end"
+        hybrid_answers[hybrid.kind] = found
+    return hybrid_answers[hybrid.kind]
+
+
+def test_states_and_windows_are_found_after_kill_9(
+    hybrid: Hybrid, right_longer: list[list[int]]
+) -> None:
+    engine = hybrid.engine()
+    engine.generate(prompts=BEGUN, tokens=1)
+    engine.kill()  # what it stores is under way
+    hybrid.keep(BEGUN)
+    engine = hybrid.engine()
+    found = engine.generate(prompts=LONGER, tokens=TOKENS)
+    assert (tokens(found), stored(found)) == (right_longer, [SEEN] * 3)
+    until(engine.forget_memory)
+    assert tokens(engine.generate(prompts=LONGER, tokens=TOKENS)) == right_longer
+    engine.shut_down()
+    assert "Traceback" not in engine.log.read_text()
+    found = hybrid.with_other_weights().generate(prompts=LONGER, tokens=TOKENS)
+    assert stored(found) == [0, 0, 0]
+    assert tokens(found) != right_longer
+
+
+def test_pages_are_worth_nothing_without_states(
+    hybrid: Hybrid, right_longer: list[list[int]]
+) -> None:
+    hybrid.keep(BEGUN)
+    hybrid.damage_states()
+    engine = hybrid.engine()
+    found = engine.generate(prompts=LONGER, tokens=TOKENS)
+    assert (tokens(found), stored(found)) == (right_longer, [0, 0, 0])
+    assert "corrupt" in engine.log.read_text()
+    until(engine.forget_memory)
+    assert tokens(engine.generate(prompts=LONGER, tokens=TOKENS)) == right_longer
+
+
+@pytest.mark.parametrize("hybrid", ["states"], indirect=True)
+def test_each_rank_finds_its_own_states(hybrid: Hybrid, right_longer: list[list[int]]) -> None:
+    hybrid.keep(BEGUN, ranks=2)
+    found = hybrid.engine(tp_size=2).generate(prompts=LONGER, tokens=TOKENS)
+    assert (tokens(found), stored(found)) == (right_longer, [SEEN] * 3)
+
+
+@pytest.mark.parametrize("hybrid", ["states"], indirect=True)
+def test_an_earlier_state_ends_a_shorter_hit(
+    hybrid: Hybrid,
+) -> None:
+    """As if the later one had been evicted."""
+    hybrid.keep(BEGUN)
+    earlier = {block.key for block in hybrid.on_disk()}
+    whole = [each[: 2 * SEEN] for each in PROMPTS]
+    hybrid.keep(whole)
+    hybrid.damage_states(but=earlier)
+    stack = hybrid.folder / "stack.yaml"
+    stack.write_text(json.dumps(hybrid.stack))
+    command = [sys.executable, "-m", "kvtier", "verify", "--repair", "-c", str(stack)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "blocks taken out of use" in done.stdout, done.stdout + done.stderr
+    longer = [each[: 2 * SEEN + 2] for each in PROMPTS]
+    found = hybrid.engine().generate(prompts=longer, tokens=TOKENS)
+    assert stored(found) == [SEEN] * 3
+    assert tokens(found) == tokens(hybrid.plain().generate(prompts=longer, tokens=TOKENS))
+
+
+def test_lookups_answer_like_sglang_s_own_storage(tmp_path: Path, sglang: Sglang) -> None:
+    command = [sys.executable, str(SGLANG.with_name("sglang_lookups.py")), str(tmp_path / "files")]
+    done = subprocess.run(
+        command, env={**os.environ, **environment()}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_tiers_smaller_than_a_hybrid_prompt(hybrid: Hybrid, right_longer: list[list[int]]) -> None:
+    cpu, disk = hybrid.stack["tiers"]
+    cpu["capacity"], disk["capacity"] = "1MiB", "2MiB"
+    engine = hybrid.engine()
+    for _ in range(3):
+        assert tokens(engine.generate(prompts=LONGER, tokens=TOKENS)) == right_longer
+        until(engine.forget_memory)
+
+
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
         ({"interface_v1": 0}, "interface_v1"),
         (
             {"module_path": "hybrid_storage", "class_name": "HybridStorage"},
-            "SGLang keeps mamba of this model beside its KV cache",
+            "object does not say where its pages lie",
         ),
     ],
 )

@@ -16,7 +16,12 @@ class Storage:
     """SGLang's interface, as far as it is called."""
 
     def batch_exists(self, keys: Any, extra_info: Any = None) -> Any: ...
+    def batch_exists_v2(
+        self, keys: Any, pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any: ...
     def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> Any: ...
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> Any: ...
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> Any: ...
     def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> Any: ...
     def register_mem_pool_host(self, mem_pool_host: Any) -> Any: ...
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> Any: ...
@@ -84,3 +89,45 @@ def test_engines_whose_keys_do_not_tell_enough_are_refused(
         return
     with pytest.raises(ConfigError, match=reason):
         identity.refuse(arguments, model)
+
+
+class States:
+    """A pool of states, as SGLang has them."""
+
+    layout, storage_format_tag, page_size = "page_first", None, 1
+
+    def __init__(self, dtype: str = "float32", sizes: tuple[int, ...] = (8192, 1024)) -> None:
+        self.kv_buffer = [SimpleNamespace(dtype=dtype), SimpleNamespace(dtype="bfloat16")]
+        self._sizes = list(sizes)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        return [0] * len(self._sizes) * len(indices), self._sizes * len(indices)
+
+
+def test_what_lies_in_other_pools_is_part_of_an_engine_s_facts() -> None:
+    def facts(pools: dict[str, Any], **chosen: Any) -> dict[str, str]:
+        return identity.facts_of_pools(SimpleNamespace(**chosen), pools)
+
+    other = States()
+    other.layout = "page_first_direct"
+    found = [
+        facts({"mamba": States()}),
+        facts({"mamba": States("float16")}),
+        facts({"mamba": States(sizes=(1024, 8192))}),
+        facts({"mamba": other}),
+        facts({"swa": States()}),
+        facts({"mamba": States()}, mamba_radix_cache_strategy="extra_buffer"),
+        facts({"mamba": States(), "swa": States()}),
+    ]
+    assert len({str(sorted(each.items())) for each in found}) == len(found)
+    assert facts({"mamba": States()}) == found[0]
+    assert facts({}, mamba_ssm_dtype="float16") == {}, "and nothing changes where there are none"
+
+
+def test_replicas_that_share_kv_cache_but_not_states_are_refused() -> None:
+    ranks = SimpleNamespace(is_mla_model=True, tp_size=2)
+    with pytest.raises(ConfigError, match="perhaps not mamba"):
+        identity.refuse_pools(ranks, {"mamba": States()})
+    identity.refuse_pools(ranks, {})
+    identity.refuse_pools(SimpleNamespace(is_mla_model=True, tp_size=1), {"mamba": States()})
+    identity.refuse_pools(SimpleNamespace(is_mla_model=False, tp_size=2), {"mamba": States()})

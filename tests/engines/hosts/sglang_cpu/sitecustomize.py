@@ -4,6 +4,8 @@ Python imports it at the start of each process that has this folder in its PYTHO
 too; only those that import SGLang notice. It stands in for
 
 - `sgl_kernel`, the compiled kernels, none of which the torch_native attention backend calls,
+- those of them, and of Triton's, that gated delta net calls (`gated_delta_net.py`),
+- the places of windows in torch_native, which takes them for those of the other layers,
 - torchvision's compiled part, of which there is none for this torch: SGLang only imports it,
 - streams and events, which torch for CPUs lacks in part: all work is done when it is asked for,
 - pinned memory, and SGLang's copies between host memory and the device.
@@ -20,8 +22,8 @@ import importlib.util
 import multiprocessing
 import sys
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 POOLS = "sglang.srt.mem_cache.pool_host"
@@ -60,6 +62,12 @@ class Stream:
         return Event()
 
 
+class Around(NamedTuple):
+    """What takes the place of a function, and calls it."""
+
+    made: Callable[[Any], Any]
+
+
 class Kernels(types.ModuleType):
     """A module in which any name is some function."""
 
@@ -76,7 +84,12 @@ class Loader(importlib.abc.Loader):
         return Kernels(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        pass
+        if module.__name__ == "sgl_kernel.mamba":
+            import gated_delta_net
+            import torch
+
+            vars(module).update(gated_delta_net.MAMBA)
+            vars(torch.ops.sgl_kernel).update(gated_delta_net.OPS)
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -104,16 +117,27 @@ class Finder(importlib.abc.MetaPathFinder):
             load = spec.loader.exec_module
             spec.loader.exec_module = lambda module: (  # type: ignore[method-assign]
                 load(module),
-                vars(module).update(ADAPTED[name]),
+                adapt(module, ADAPTED[name]),
             )[0]
             return spec
         return None
+
+
+def adapt(module: types.ModuleType, names: dict[str, Any]) -> None:
+    """Give names of a module, or of a class in it, another value."""
+    for name, value in names.items():
+        owner, _, attribute = name.rpartition(".")
+        place = getattr(module, owner) if owner else module
+        if isinstance(value, Around):
+            value = value.made(getattr(place, attribute))
+        setattr(place, attribute, value)
 
 
 def prepare_torch() -> None:
     import torch
 
     cpu: Any = torch.cpu
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     cpu.Event, cpu.Stream = Event, Stream
     cpu.stream = lambda _: contextlib.nullcontext()
     cpu.current_stream = lambda *_: Stream()
@@ -179,14 +203,69 @@ def transfer_kv_direct(
         target[dst_indices] = source[src_indices]
 
 
+def add_shared_expert(hidden: Any, gate: Any, shared: Any, total: Any) -> None:
+    total += (hidden @ gate).sigmoid()[:, None] * shared
+
+
+def track_states(*arguments: Any, **named: Any) -> None:
+    import gated_delta_net
+
+    gated_delta_net.track_states(*arguments, **named)
+
+
+def in_windows(attend: Any) -> Any:
+    """SGLang's own attention for CPUs looks for windows where the other layers' tokens are."""
+
+    def call(
+        self: Any,
+        query: Any,
+        output: Any,
+        keys: Any,
+        values: Any,
+        places: Any,
+        rows: Any,
+        lengths: Any,
+        *more: Any,
+        sliding_window_size: int | None = None,
+        **named: Any,
+    ) -> Any:
+        if self.use_sliding_window_kv_pool and sliding_window_size is not None:
+            used = places[rows, : int(lengths.max())]
+            places = self.token_to_kv_pool.translate_loc_from_full_to_swa(used)
+            rows = range(len(used))
+        named["sliding_window_size"] = sliding_window_size
+        return attend(self, query, output, keys, values, places, rows, lengths, *more, **named)
+
+    return call
+
+
+COPIES = {
+    function.__name__: function
+    for function in (
+        transfer_kv_direct,
+        transfer_kv_all_layer_direct_lf_pf,
+        transfer_kv_per_layer_direct_pf_lf,
+    )
+}
 ADAPTED: dict[str, dict[str, Any]] = {
+    "sglang.srt.arg_groups.mamba_hook": {
+        "_platform_supports_mamba_cache_extra_buffer": lambda: True,
+    },
+    "sglang.srt.layers.attention.torch_native_backend": {
+        "TorchNativeAttnBackend._run_sdpa_forward_extend": Around(in_windows),
+        "TorchNativeAttnBackend._run_sdpa_forward_decode": Around(in_windows),
+    },
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": {"_use_cpu": True},
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton": {
+        "track_mamba_states_all_layers": track_states,
+    },
+    "sglang.kernels.ops.elementwise.elementwise": {
+        "fused_gate_sigmoid_mul_add": add_shared_expert,
+    },
     f"{POOLS}.base": {"HICACHE_HOST_MEMORY_RESERVE_BYTES": 0},  # tests need no 10 GiB to spare
     f"{POOLS}.common": {"_cuda_host_register": lambda *_, **__: None},
-    f"{POOLS}.mha": {
-        "transfer_kv_direct": transfer_kv_direct,
-        "transfer_kv_all_layer_direct_lf_pf": transfer_kv_all_layer_direct_lf_pf,
-        "transfer_kv_per_layer_direct_pf_lf": transfer_kv_per_layer_direct_pf_lf,
-    },
+    f"{POOLS}.mha": COPIES,
+    f"{POOLS}.mamba": COPIES,
 }
 """Names of SGLang's modules that have another value here."""
 
