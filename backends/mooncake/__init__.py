@@ -9,6 +9,7 @@ miss.
 - `tier`: what the pool is known to hold, answered from memory
 - `handler`: moves records between host memory and the pool, with deadlines of its own
 - `inspect`: what commands can know of a pool
+- `master`: what its master says of it over HTTP
 - `client`: one Mooncake client: how it is found, opened and understood
 """
 

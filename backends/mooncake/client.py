@@ -14,13 +14,17 @@ from typing import Any, Literal
 
 from kvtier.errors import ExtraMissing, MediumError
 from kvtier.settings import ByteSize, Count, Duration, Threads, TierSettings
+from kvtier.system.calls import abandonable
 from kvtier.types import Outcome
 
 CONNECT_S = 0.5
 AGAIN_S = 1.0
 """After an attempt to reach the master that failed, the next one waits so long."""
+REOPEN_S = 20.0
+"""The master notices within 10 s that a machine has died. A client of which every transfer fails
+for longer remembers wrongly where others are, and does so for ever: a new one takes its place."""
 _LOCAL_BUFFER = 16 << 20
-"""What the client takes for values of its own making, of which there are none here."""
+"""What the client takes for values of its own making: descriptions of namespaces."""
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -30,6 +34,7 @@ _NO_ROOM = frozenset({-200, -800, -1700})
 yet."""
 _GONE = frozenset({-703, -704, -707, -800})
 """Not there, not there yet, evicted while it was read; or its owner has died."""
+_NOT_MOVED = frozenset({-800})
 _WRONG_SIZE = frozenset({-600})
 _LIBRARIES = "apt-get install libibverbs1 librdmacm1 libnuma1"
 
@@ -43,6 +48,9 @@ class MooncakeSettings(TierSettings, frozen=True, kw_only=True, tag="mooncake"):
 
     master: str
     """Where the pool's mooncake_master listens, like 10.0.0.1:50051."""
+    metrics: str = ""
+    """Where the master answers over HTTP (its --metrics_port), like 10.0.0.1:9003: with it ls, du,
+    verify, copy and clear see what the pool holds. Engines do without."""
     prefix: str = "kvtier"
     """What the names of its values begin with: tiers with another prefix share nothing."""
     metadata: str = "P2PHANDSHAKE"
@@ -67,6 +75,8 @@ class MooncakeSettings(TierSettings, frozen=True, kw_only=True, tag="mooncake"):
 
     def __post_init__(self) -> None:
         split_address(self.master)
+        if self.metrics:
+            split_address(self.metrics)
         if not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"prefix {self.prefix!r} is not of letters, digits, - and _ alone")
 
@@ -112,6 +122,8 @@ class Pool:
         self._again_at = 0.0
         self._closed = False
         self._registered: set[int] = set()
+        self._moves_fail: float | None = None
+        """Since when no transfer has succeeded."""
         self._copies = self._module.ReplicateConfig()
         self._copies.replica_num = settings.replicas
 
@@ -129,6 +141,7 @@ class Pool:
         """Read values of exactly these sizes."""
         places = list(names), list(addresses), list(sizes)
         codes = self._ask(lambda store: store.batch_get_into(*places), len(names))
+        self._note_moves(codes)
         return [_got(code, size) for code, size in zip(codes, sizes, strict=True)]
 
     def put(
@@ -149,15 +162,26 @@ class Pool:
             return codes
 
         codes = self._ask(write, len(names))
+        self._note_moves(codes)
         return [
             Outcome.OK if code == 0 else Outcome.NO_SPACE if code in _NO_ROOM else Outcome.IO_ERROR
             for code in codes
         ]
 
-    def remove_all(self) -> None:
-        """Remove all values whose names begin with the prefix of the settings."""
-        pattern = f"^{self._settings.prefix}/"
+    def remove_all(self, begins: str = "") -> None:
+        """Remove all values whose names begin with the prefix of the settings, and then so."""
+        pattern = f"^{self._settings.prefix}/{re.escape(begins)}"
         self._ask(lambda store: [store.remove_by_regex(pattern, True)], 1)
+
+    def write(self, name: str, text: bytes) -> None:
+        """Write a small value, if there is room."""
+        self._ask(lambda store: [store.upsert(name, text, self._copies)], 1)
+
+    def read(self, name: str) -> bytes:
+        """A small value; empty if there is none."""
+        store = self.open()
+        found: bytes = store.get(name) if store is not None else b""
+        return found
 
     def register(self, address: int, size: int) -> None:
         """Tell the client, once, of memory that values are read into and written from. Over tcp it
@@ -166,6 +190,23 @@ class Pool:
             store = self.open()
             if store is not None and store.register_buffer(address, size) == 0:
                 self._registered.add(address)
+
+    def _note_moves(self, codes: Sequence[int]) -> None:
+        """After a transfer: begin anew with another client if this one is of no use any more."""
+        if not _NOT_MOVED.issuperset(codes):
+            if any(code >= 0 for code in codes):
+                self._moves_fail = None
+            return
+        now = time.monotonic()
+        if self._moves_fail is None:
+            self._moves_fail = now
+        elif now - self._moves_fail > REOPEN_S:
+            with self._opening:
+                self._moves_fail = None
+                useless, self._store = [self._store], None
+                self._registered.clear()
+            # It ends with the last call that has it, which may take as long as any of them.
+            abandonable(useless.clear, "kvtier-mooncake-end")
 
     def _ask(self, call: Callable[[Any], list[int]], count: int) -> list[int]:
         store = self.open()

@@ -7,8 +7,10 @@ have memory of their own, and records are copied between it and the slots.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,6 +26,8 @@ from kvtier.types import BlockKey, LoadStoreSpec, Namespace, Outcome
 BATCH_BLOCKS = 4
 FIND_S = 0.8
 """Less than the chain waits for an answer (`kvtier.chain.queries`)."""
+DESCRIPTION = "namespace.json"
+DESCRIBE_S = 600.0
 LEFT_BEHIND_MAX = 8
 """So many calls may be late at a time; further ones fail until one of them has ended."""
 
@@ -61,6 +65,7 @@ class MooncakeHandler(Handler):
         self._slot = record_bytes(namespace.payload_bytes)
         self._pool = Pool(settings)
         self._unused: list[_Landing] = []
+        self._describe_at = 0.0
         most = settings.threads + LEFT_BEHIND_MAX
         self._calls = AbandonableCalls("kvtier-mooncake", most)
         # Else the first request would wait for it.
@@ -106,7 +111,16 @@ class MooncakeHandler(Handler):
                 some = self._put([keys[at] for at in mine], [records[at] for at in mine], again)
                 for at, outcome in zip(mine, some, strict=True):
                     outcomes[at] = outcome
+        if Outcome.OK in outcomes and time.monotonic() >= self._describe_at:
+            self._describe()
         return outcomes
+
+    def _describe(self) -> None:
+        """Say what namespace the values are of, for commands; now and then, as values may go."""
+        self._describe_at = time.monotonic() + DESCRIBE_S
+        name, text = f"{self._prefix}/{DESCRIPTION}", self._namespace.to_json()
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            self._calls.run(lambda: self._pool.write(name, text), self._seconds)
 
     def _put(
         self, keys: Sequence[BlockKey], records: Sequence[Buffer], replace: bool

@@ -1,11 +1,12 @@
-"""What can be known of a pool from outside: whether it answers, and not what it holds."""
+"""What can be known of a pool from outside: whether it answers, and what its master says of it."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 
 import msgspec
 
@@ -16,28 +17,82 @@ from kvtier.backends.mooncake.client import (
     address_towards,
     store_module,
 )
+from kvtier.backends.mooncake.handler import DESCRIPTION
+from kvtier.backends.mooncake.master import Master
+from kvtier.backends.mooncake.tier import MooncakeSpec
 from kvtier.errors import ExtraMissing, MediumError, Unsupported
-from kvtier.inspect import Finding, Inspector, Level, Stored
+from kvtier.inspect import Cleared, Depth, Finding, Inspector, Level, Part, Stored
 from kvtier.inspect.filling import TAKE_ALL
 from kvtier.settings import ByteSize, Capacity, WritePolicy
-from kvtier.types import Outcome
+from kvtier.types import KEY_BYTES_MAX, BlockKey, Namespace, Outcome
 
+_NAME = re.compile(rf"([0-9a-f]{{32}})/((?:[0-9a-f][0-9a-f]){{1,{KEY_BYTES_MAX}}})")
 _PROBE = "kvtier doctor"
 """A name under which nothing is stored."""
 
 
 class MooncakeInspector(Inspector[MooncakeSettings]):
-    """Its clients can ask for names alone: nothing lists a pool, and so nobody clears it."""
+    """Clients can ask for names alone: what the pool holds is seen where its master answers over
+    HTTP. Values carry no time, so blocks have no age."""
 
     def where(self) -> str:
         return f"the pool of {self.settings.master}"
 
     def listing(self) -> Iterator[Stored]:
-        raise Unsupported(
-            "clients of a Mooncake pool cannot list what it holds: its master says how much that "
-            "is (/metrics/summary at its --metrics_port), and an engine's /metrics what of it that "
-            "engine knows; where a command has --tier, that leaves it out"
+        described = dict[str, Namespace | None]()
+        for value in self._master().values(f"{self.settings.prefix}/"):
+            if (found := _NAME.fullmatch(value.name, len(self.settings.prefix) + 1)) is None:
+                continue
+            name, key = found.groups()
+            if name not in described:
+                described[name] = self._described(name)
+            if (namespace := described[name]) is not None:
+                yield Stored(
+                    namespace=namespace,
+                    key=BlockKey(bytes.fromhex(key)),
+                    bytes=value.bytes,
+                    stored_at=0.0,
+                    where=f"{value.name} at {value.where}",
+                    at=MooncakeSpec([False]),
+                )
+
+    def _master(self) -> Master:
+        if not self.settings.metrics:
+            raise Unsupported(
+                "clients of a Mooncake pool cannot list what it holds, but its master can: set "
+                "metrics to where its --metrics_port is; where a command has --tier, that leaves "
+                "this tier out"
+            )
+        return Master(self.settings.metrics)
+
+    def _described(self, name: str) -> Namespace | None:
+        """A namespace, from what its engines have written about it."""
+        try:
+            with closing(Pool(self.settings)) as pool:
+                text = pool.read(f"{self.settings.prefix}/{name}/{DESCRIPTION}")
+            namespace = Namespace.from_json(text)
+            if namespace.id == name:
+                return namespace
+        except msgspec.ValidationError:
+            pass
+        self.contents.troubles.append(
+            f"namespace {name}: the pool has blocks of it, and no longer what it is: an engine "
+            "that stores there writes that again within ten minutes"
         )
+        return None
+
+    def _look(self, depth: Depth, uses_of: str | None) -> None:
+        super()._look(depth, uses_of)
+        lent, contents = self._master().lent(), self.contents
+        contents.capacity, contents.used = lent.capacity, lent.used
+        contents.free = lent.capacity - lent.used
+
+    def clear(self, part: Part) -> Iterable[Cleared]:
+        def remove() -> None:
+            with closing(Pool(self.settings)) as pool:
+                pool.remove_all(f"{part.namespace}/")
+
+        yield self.try_to_clear(part, remove)
 
     @contextmanager
     def measuring_place(self, room: int) -> Iterator[MooncakeSettings]:
@@ -48,9 +103,8 @@ class MooncakeInspector(Inspector[MooncakeSettings]):
         try:
             yield settings
         finally:
-            pool = Pool(settings)
-            pool.remove_all()
-            pool.close()
+            with closing(Pool(settings)) as pool:
+                pool.remove_all()
 
     def checks(self) -> Iterator[Finding]:
         area, settings = self.area(), self.settings
@@ -68,6 +122,8 @@ class MooncakeInspector(Inspector[MooncakeSettings]):
             yield Finding(area, Level.BAD, what, remedy)
             return
         yield from self._asked(area)
+        if settings.metrics:
+            yield self._lent(area)
         if settings.lends.bytes or settings.host:
             what = f"other machines reach this one as {address}"
             yield Finding(area, Level.NOTE, what, "set host if they know it by another address")
@@ -77,13 +133,21 @@ class MooncakeInspector(Inspector[MooncakeSettings]):
                 area, Level.NOTE, what, "run mooncake_client on each machine, or set lends"
             )
 
+    def _lent(self, area: str) -> Finding:
+        try:
+            lent = self._master().lent()
+        except MediumError as error:
+            return Finding(area, Level.BAD, str(error), "engines do without: only commands need it")
+        used, capacity = amounts.size(lent.used), amounts.size(lent.capacity)
+        what = f"the pool has {capacity} from {lent.machines} clients, and {used} of that are used"
+        return Finding(area, Level.OK, what)
+
     def _asked(self, area: str) -> Iterator[Finding]:
         """As an engine asks, by a client that is closed again."""
-        pool = Pool(self.settings)
-        start = time.perf_counter()
-        (outcome,) = pool.exist([_PROBE])
-        took = amounts.duration(time.perf_counter() - start)
-        pool.close()
+        with closing(Pool(self.settings)) as pool:
+            start = time.perf_counter()
+            (outcome,) = pool.exist([_PROBE])
+            took = amounts.duration(time.perf_counter() - start)
         if outcome is Outcome.GONE:
             yield Finding(area, Level.OK, f"{self.settings.master} answers within {took}")
         else:

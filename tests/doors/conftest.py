@@ -27,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("needs vLLM and Dynamo: make test-doors"))
             if "mooncake" in item.path.name and (lack := lacks_mooncake()):
                 item.add_marker(pytest.mark.skip(f"{lack}: make test-doors"))
+            if "mooncake_engines" in item.path.name and not has("vllm"):
+                item.add_marker(pytest.mark.skip("needs vLLM: make test-doors"))
             if "sglang" in item.fixturenames and not has("sglang"):
                 item.add_marker(pytest.mark.skip("needs SGLang: make test-sglang"))
 

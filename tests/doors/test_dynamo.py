@@ -179,9 +179,8 @@ class Server:
         """What each tier holds; also what the neighbour has and this one was told to forget."""
         every = list({key for each in prompts for key in each.keys})
         found: dict[str, set[str]] = {tier.medium: set() for tier in self.tiers}
-        theirs = self.neighbour.chain.tiers[HOST]
-        theirs.refresh()
-        for tier in (*self.tiers, theirs):
+        for tier in (*self.tiers, self.neighbour.chain.tiers[HOST]):
+            tier.refresh()
             states = zip(every, tier.lookup(every), strict=True)
             found[tier.medium].update(key.hex() for key, at in states if at is Presence.HIT)
         return found

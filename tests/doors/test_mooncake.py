@@ -4,13 +4,16 @@ real master, with real clients."""
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from support.processes.mooncake_pool import MooncakePool
+from support.processes.cli_world import run
+from support.processes.mooncake_pool import SEGMENT, MooncakePool
+from support.processes.mooncake_server import NAMESPACE, MooncakeServer
 from support.tiers.subjects import capacity
 
 from kvtier.backends.mooncake import BACKEND, MooncakeSettings, MooncakeTier
@@ -28,7 +31,7 @@ from kvtier.testing.stateful import (
     load_failures,
     some_keys,
 )
-from kvtier.testing.subject import Rig, Subject, failures
+from kvtier.testing.subject import Rig, Subject, failures, make_keys
 from kvtier.types import BlockKey, Outcome
 
 
@@ -162,3 +165,34 @@ class TestMooncakeBesideTheModel(MooncakeMachine.TestCase):  # type: ignore[misc
     @pytest.fixture(autouse=True)
     def subject_in(self, pool: MooncakePool) -> None:
         MooncakeMachine.subject = TimedSubject(pool.address)
+
+
+def test_commands_see_what_the_pool_holds(pool: MooncakePool, tmp_path: Path) -> None:
+    """By its master; what a command removes, no engine finds."""
+    keys = make_keys(12)
+    tier = {"kind": "mooncake", "master": pool.address, "prefix": "seen", "capacity": "1GiB"}
+    stack, blind = tmp_path / "stack.yaml", tmp_path / "blind.yaml"
+    cpu = {"kind": "cpu", "path": str(tmp_path), "capacity": "16MiB"}
+    for file, more in ((stack, {"metrics": pool.metrics}), (blind, {})):
+        tiers = [cpu, tier | more]
+        file.write_text(json.dumps({"version": 1, "name": "seen", "tiers": tiers}))
+    server = MooncakeServer("seen", pool.address, "seen")
+    server.store(keys)
+    listed = run("ls", "-c", stack)["namespaces"]
+    assert [(each["kind"], each["namespace"], each["blocks"]) for each in listed] == [
+        ("mooncake", NAMESPACE.id, 12)
+    ]
+    shown = run("ls", NAMESPACE.id, "-c", stack)["blocks"]
+    assert sorted(each["key"] for each in shown) == sorted(key.hex() for key in keys)
+    _, there = run("du", "-c", stack)
+    assert there["blocks"] == 12
+    assert there["used"] <= there["allocated"] < there["capacity"] == SEGMENT
+    assert run("verify", "-c", stack, "--tier", "mooncake")["counts"]["good"] == 12
+    (report,) = run("copy", stack, (tmp_path / "copy").as_uri(), "--tier", "mooncake")["namespaces"]
+    assert report["copied"] == 12
+    (trouble,) = run("du", "-c", blind, "--tier", "mooncake", code=1)[0]["troubles"]
+    assert "set metrics to where its --metrics_port is" in trouble
+    run("clear", "-c", stack, "--tier", "mooncake", "--yes")
+    assert server.load(keys) == []
+    assert run("du", "-c", stack)[1]["blocks"] == 0
+    server.close()

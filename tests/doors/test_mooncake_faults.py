@@ -3,6 +3,7 @@ recovers."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import threading
@@ -13,9 +14,13 @@ from typing import NamedTuple
 import pytest
 from support.processes.mooncake_pool import MooncakePool, StallingProxy, until
 from support.processes.mooncake_server import NEW, MooncakeServer, Writer
+from support.tiers.subjects import capacity
 
+from kvtier.backends.mooncake import client
+from kvtier.backends.mooncake.client import MooncakeSettings, Pool
+from kvtier.system.memory import address_of
 from kvtier.testing.subject import make_keys
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Outcome
 
 POOL = 1
 DEATHS = int(os.environ.get("DEATHS", "25"))
@@ -137,6 +142,29 @@ def test_clients_that_lend_die_while_they_store_and_come_back(
     assert back.load(left) == left
     assert other.load(left) == left
     until(lambda: back.gives(other), RECOVERS_S)
+
+
+def test_a_client_that_moves_nothing_any_more_is_replaced(
+    pool: MooncakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that remembers an address of a machine that is gone fails for ever: seen once in fifty
+    deaths."""
+    monkeypatch.setattr(client, "REOPEN_S", 0.0)
+    memory = memoryview(mmap.mmap(-1, 4096))
+    own = Pool(MooncakeSettings(master=pool.address, prefix="moved", capacity=capacity(1 << 20)))
+
+    def put(name: str) -> Outcome:
+        (outcome,) = own.put([f"moved/{name}"], [address_of(memory)], [4096], replace=False)
+        return outcome
+
+    own.register(address_of(memory), 4096)
+    assert put("first") is Outcome.OK
+    before = own.open()
+    pool.kill_owner()
+    until(lambda: put("second") is Outcome.NO_SPACE and own.open() is not before)
+    pool.start_owner()
+    until(lambda: put("third") is Outcome.OK, RECOVERS_S)
+    own.close()
 
 
 def test_many_deaths_leave_nothing_behind(

@@ -40,7 +40,8 @@ class MooncakePool:
     def __init__(self, folder: Path, lent: int = SEGMENT) -> None:
         self._log = folder / "mooncake.log"
         self._lent = lent
-        self._port, self._metrics = free_port(), free_port()
+        self._port, metrics = free_port(), free_port()
+        self.metrics = f"127.0.0.1:{metrics}"
         self.address = f"127.0.0.1:{self._port}"
         self.master = self._start_master()
         try:
@@ -62,7 +63,7 @@ class MooncakePool:
         process = self._start(
             "mooncake_master",
             f"--rpc_port={self._port}",
-            f"--metrics_port={self._metrics}",
+            f"--metrics_port={self.metrics.rpartition(':')[2]}",
             "--rpc_address=127.0.0.1",
             "--enable_metric_reporting=false",
         )
@@ -86,7 +87,7 @@ class MooncakePool:
     def asks(self, path: str) -> str | None:
         """What the master says; None while it says nothing."""
         try:
-            url = f"http://127.0.0.1:{self._metrics}{path}"
+            url = f"http://{self.metrics}{path}"
             with urllib.request.urlopen(url, timeout=5) as said:
                 found: bytes = said.read()
                 return found.decode()
