@@ -66,7 +66,7 @@ class Runner:
     """One campaign in its folder."""
 
     def __init__(self, folder: Path, seed: int, scenarios: Mapping[str, Scenario]) -> None:
-        self.folder = folder
+        self.folder = folder = folder.absolute()  # stacks name it in URLs
         self.scenarios = scenarios
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "books.json"

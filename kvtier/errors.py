@@ -8,6 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""What msgspec raises on bytes that are not what they should be: the last on nesting that is too
+deep."""
+
 
 class KVTierError(Exception):
     """Base of all errors that kvtier raises on purpose."""

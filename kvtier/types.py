@@ -9,6 +9,8 @@ from typing import ClassVar, NamedTuple, NewType, Self
 
 import msgspec
 
+from kvtier.errors import UNREADABLE
+
 BlockKey = NewType("BlockKey", bytes)
 """Names one chunk: its hash followed by the four-byte index of its cache group."""
 
@@ -131,9 +133,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         """Read what `to_json` wrote; raises `msgspec.ValidationError` on anything else."""
         try:
             return msgspec.json.decode(text, type=cls)
-        except RecursionError:
-            raise msgspec.ValidationError("it is nested too deeply") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise msgspec.ValidationError(str(error)) from None
 
     def differences(self, other: Namespace) -> list[Difference]:

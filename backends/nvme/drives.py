@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvtier.errors import UNREADABLE
+
 _PROGRAM = "nvme"
 _TIMEOUT_S = 5.0
 _ANSWER_MAX = 1 << 16
@@ -114,7 +116,7 @@ def parse(device: str, text: bytes) -> Drive:
     try:
         answer = msgspec.json.decode(text, type=_Answer)
         units, percent = int(answer.data_units_written), int(answer.percent_used)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except (*UNREADABLE, ValueError):
         return Drive(device, problem=problem)
     if not (0 <= units < _COUNT_MAX and 0 <= percent <= 255):
         return Drive(device, problem=problem)

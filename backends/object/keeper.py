@@ -198,6 +198,7 @@ class Keeper:
             alone, self._yield.alone = self._yield.alone, True
             try:
                 self._look()
+                self._reached = True
                 self._await_election()
                 if self.caretaker is not None:
                     self._audit()

@@ -22,9 +22,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
+import xxhash
 
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.budget import clock
@@ -38,6 +39,8 @@ from kvtier.backends.object.object_names import (
 )
 from kvtier.backends.object.stores.errors import LengthMismatch, StoreError
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome, Store, bounded
+from kvtier.errors import UNREADABLE
+from kvtier.record.record import Buffer
 
 LEASE_S = 45.0
 _RENEW_SHARE = 0.45
@@ -86,6 +89,23 @@ class Term(msgspec.Struct, frozen=True):
     round: int = 0
     """A report of an earlier round that is written late does not count."""
     report: CaretakerReport = CaretakerReport()
+    check: str = ""
+    """The checksum of the same without it: a flipped digit would be another report."""
+
+    def sealed(self) -> Self:
+        """The same with its checksum."""
+        said = msgspec.to_builtins(msgspec.structs.replace(self, check=""))
+        text = msgspec.json.encode(msgspec.convert(said, Term))  # 45 is 45.0 when it is read
+        return msgspec.structs.replace(self, check=xxhash.xxh3_64_hexdigest(text))
+
+
+def read_term(body: Buffer) -> Term | None:
+    """What stands in the object of a term; None if that is not what a caretaker has written."""
+    try:
+        found = msgspec.json.decode(body, type=Term)
+        return found if found == found.sealed() else None
+    except UNREADABLE:
+        return None
 
 
 class LeaseLost(StoreError):
@@ -262,14 +282,14 @@ class Lease:
         room = memoryview(bytearray(min(size, _BODY_BYTES_MAX)))
         try:
             length = self._store.get(name, [room]) if room else 0
-            return msgspec.json.decode(room[: length or 0], type=Term)
-        except (LengthMismatch, msgspec.MsgspecError):
+        except LengthMismatch:
             return None
+        return read_term(room[: length or 0])
 
     def _write(
         self, term: int, report: CaretakerReport, round_: int = 0, **more: Any
     ) -> PutOutcome:
-        body = msgspec.json.encode(Term(self._server, self._lease_s, round_, report))
+        body = msgspec.json.encode(Term(self._server, self._lease_s, round_, report).sealed())
         body += b" " * ((round_ - len(body)) % _SIZES)
         return self._store.put(term_name(term), [memoryview(body)], **more)
 

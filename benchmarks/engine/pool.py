@@ -1,14 +1,14 @@
 """Prompts that lie in a Mooncake pool while it fails: the first token of each, beside computing it.
 
-    make bench-pool     # TOKENS=2048 STEP_S=2 ROUNDS=5 CASES="well stalls stops master owner full"
+    make bench-pool  # TOKENS=2048 STEP_S=2 ROUNDS=5 CASES="well stalls stops amid owner full ..."
 
 Two engines with stacks of their own, and no disk, share the memory of a pool on this machine. One
 computes prompts, and the other has found and loaded each of them once. Then something happens to
-the pool: the way to its master stalls, who lends the memory stands still, the master or the owner
-is killed; or there is memory for a few blocks only from the beginning. The other is asked for the
-prompts again, in turns with prompts that nobody has seen and that are not stored. Nothing is waited
-for in between, so that the first requests meet what nobody knows yet. In the end all is well again,
-and prompts are asked for until they come from the pool.
+the pool: the way to its master stalls, who lends the memory stands still, at once or amid the first
+load, the master or the owner is killed; or from the beginning there is memory for a few blocks. The
+other is asked for the prompts again, in turns with prompts that nobody has seen and that are not
+stored. Nothing is waited for in between, so that the first requests meet what nobody knows yet. In
+the end all is well again, and prompts are asked for until they come from the pool.
 
 The model is small, and a step of its engines that computes a prompt takes STEP_S longer, as with a
 large model on a device of its own. What kvtier costs is what a request waits before it is computed;
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -35,10 +36,13 @@ from benchmarks.report import Report
 TOKENS = int(os.environ.get("TOKENS", "2048"))
 LAYERS = int(os.environ.get("LAYERS", "8"))
 HIDDEN = int(os.environ.get("HIDDEN", "128"))
+CHUNK = int(os.environ.get("CHUNK", "64"))
 STEP_S = float(os.environ.get("STEP_S", "2"))
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
-CASES = os.environ.get("CASES", "well stalls stops master owner full").split()
+CASES = os.environ.get("CASES", "well stalls stops amid master owner full").split()
 AT_MOST = 1.1
+SLICES = int(os.environ.get("SLICES", "3"))
+RUNS_S, RESTS_S = 0.003, 0.03
 _NOT_STORED = {"max_offload_tokens": 0}
 _RECOVERS_S = 120.0
 
@@ -77,7 +81,7 @@ class Bench(Served):
         (region := self.region / name).mkdir(exist_ok=True)
         cpu = self.cpu("1GiB") | {"path": str(region)}
         pool = {"kind": "mooncake", "master": self.proxy.address, "capacity": "2GiB"}
-        return self.start(self.stack(cpu, pool), TOKENS)
+        return self.start(self.stack(cpu, pool) | {"chunk_tokens": CHUNK}, TOKENS)
 
     def stored(self, prompt: list[int]) -> int:
         """How much of it the one finds after the other has computed it."""
@@ -107,9 +111,24 @@ class Bench(Served):
             "full": (lambda: None, lambda: None),
             "stalls": (proxy.stall, proxy.flow),
             "stops": (tell_owner(signal.SIGSTOP), tell_owner(signal.SIGCONT)),
+            "amid": (self.stop_amid_load, tell_owner(signal.SIGCONT)),
             "master": (pool.kill_master, pool.restart_master),
             "owner": (pool.kill_owner, pool.start_owner),
         }
+
+    def stop_amid_load(self) -> None:
+        """Let who lends the memory run for a moment now and then, and then no more."""
+        owner = self.pool.owner.pid
+
+        def slow_down() -> None:
+            for _ in range(SLICES):
+                os.kill(owner, signal.SIGCONT)
+                time.sleep(RUNS_S)
+                os.kill(owner, signal.SIGSTOP)
+                time.sleep(RESTS_S)
+
+        os.kill(owner, signal.SIGSTOP)
+        threading.Thread(target=slow_down).start()
 
     def compare(self, case: str, known: list[list[int]]) -> None:
         """Ask for all of these, in turns with others."""
@@ -124,9 +143,12 @@ class Bench(Served):
         seconds = median(each["seconds"] for each in asked)
         self.report.at_most(f"{case}: asked", seconds / computing, "x", AT_MOST)
         self.report.at_most(f"{case}: the first waited", waited[0], "x", AT_MOST - 1)
-        self.report.at_most(f"{case}: others waited at most", max(waited[1:]), "x", AT_MOST - 1)
+        self.report.at_most(
+            f"{case}: others waited at most", max(waited[1:], default=0), "x", AT_MOST - 1
+        )
         share = sum(each["cached"] for each in asked) / TOKENS / len(asked)
         self.report.add(f"{case}: share loaded", share, "")
+        self.report.add(f"{case}: of the first", asked[0]["cached"] / TOKENS, "")
 
     def recovers(self, case: str) -> None:
         """Seconds until what is stored is found again."""

@@ -35,6 +35,7 @@ _PARTS = {
     "servers": "server",
     "caretaker": "caretaker's report",
     "retained": "retained list",
+    "learned": "what eviction learned",
     "owners": "owner's mark",
 }
 _HEADER_PROVED = 96
@@ -160,7 +161,7 @@ def kind_of(path: str) -> str:
     """What kind of file this is, for the figures."""
     name = Path(path).name
     for part, kind in _PARTS.items():
-        if f"/{part}/" in f"/{path}":
+        if f"/{part}/" in f"/{path}/":
             return kind
     return {"json": "description"}.get(kind := Path(name).suffix.removeprefix("."), kind or name)
 

@@ -18,13 +18,14 @@ from kvtier.backends.nvme.drives import parse as parse_counters
 from kvtier.backends.nvme.write_budget import Entry, WriteLedger, pack
 from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object import object_names
+from kvtier.backends.object.lease import CaretakerReport, Term, read_term
 from kvtier.backends.object.object_names import manifest_prefix, parse_server, uses_prefix
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.use_counts import used_blocks
 from kvtier.cost import rates
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import Owner, Rates, SavedLink, SavedPrefill
-from kvtier.errors import FormatError
+from kvtier.errors import UNREADABLE, FormatError
 from kvtier.eviction.retention import RetainedBlocks
 from kvtier.record.codec import Codec, decode, encode
 from kvtier.record.record import Header, record_bytes, verify
@@ -41,7 +42,7 @@ def targets(folder: Path) -> list[Target]:
     """All of them; files lie in this folder."""
     return [
         *(_record(), _table(), _manifest(), _uses(folder), _names()),
-        *(_namespace(), _retained(), *_codecs()),
+        *(_namespace(), _retained(), _term(), *_codecs()),
         *(_budget(folder), _counters(), _rates()),
     ]
 
@@ -129,6 +130,24 @@ def _retained() -> Target:
 
     corpus = [retention_list.encode(kept, _DIGEST)]
     return Target(name="retained list", corpus=corpus, parse=parse, typed=(FormatError,))
+
+
+def _term() -> Target:
+    """What a caretaker says of a bucket; every other input has the checksum that it should have."""
+
+    def seal(data: bytes) -> bytes:
+        with contextlib.suppress(*UNREADABLE):
+            return msgspec.json.encode(msgspec.json.decode(data, type=Term).sealed())
+        return data
+
+    mended = every_other(seal)
+    corpus = [msgspec.json.encode(Term(_WRITER, 45.0, 3, CaretakerReport(seen={_WRITER: 7})))]
+
+    def parse(data: bytes) -> None:
+        found = read_term(memoryview(mended(data)))
+        assert found is None or found.check == found.sealed().check
+
+    return Target(name="caretaker's report", corpus=corpus, parse=parse, typed=(), words=_JSON)
 
 
 def _packed(kind: int, covers: list[str]) -> bytes:

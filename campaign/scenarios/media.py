@@ -12,6 +12,7 @@ from support.tiers import subjects
 
 from campaign.round import Round, Scenario
 from campaign.stacks import wrong_clock
+from kvtier.backends.object.lease import LEASE_S
 from kvtier.errors import MediumError
 from kvtier.testing import faults
 from kvtier.testing.faults import SURVIVABLE
@@ -21,7 +22,8 @@ from kvtier.types import Outcome
 _BLOCKS = 8
 _SPELLS = 8
 _STEPS = 40
-_PATIENCE_S = 30.0
+_PATIENCE_S = 30.0 + LEASE_S
+"""A caretaker that cannot say that it leaves, the store being full, is waited for so long."""
 _HOUR_S = 3600.0
 Change = Callable[[], str]
 

@@ -82,7 +82,7 @@ class Ledger:
         except NotResident:
             return False
         ticket.pieces.append((keys, spec))
-        ticket.pinned = keys
+        ticket.pinned = [*ticket.pinned, *keys] if ticket.pinned else keys
         return True
 
     def pin_files(self, ticket: Ticket, tier: int, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:

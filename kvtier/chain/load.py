@@ -11,7 +11,7 @@ from kvtier.chain.lookup import Lookup
 from kvtier.chain.plan import HOST, JOINING
 from kvtier.chain.stats import direct
 from kvtier.interfaces.mover import TransferResult
-from kvtier.types import BlockKey, Outcome
+from kvtier.types import BlockKey, Outcome, Presence
 
 _IN_TIME = 0.8
 """A load that is expected to need more of its deadline than this is not begun."""
@@ -68,6 +68,18 @@ class Loads:
                     mine = self._pin_files(ticket, origin, mine)
                 if mine:
                     self._promote(ticket, origin, mine)
+        if len(ticket.pinned) + len(ticket.pending) + len(ticket.files) < len(keys):
+            self._pin_late(ticket, keys)
+
+    def _pin_late(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
+        """Pin what was looked up in a lower tier, and has come into host memory since: a neighbour
+        may have stored it there, too."""
+        taken = ticket.pending.union(ticket.pinned, ticket.files)
+        lacking = [key for key in keys if key not in taken]
+        found = self._context.tiers[HOST].lookup(lacking)
+        here = [key for key, at in zip(lacking, found, strict=True) if at is Presence.HIT]
+        if here:
+            self.pin(ticket, here, [HOST] * len(here))
 
     def _pin_files(self, ticket: Ticket, tier: int, keys: list[BlockKey]) -> list[BlockKey]:
         """Pin what the ticket's reader will fetch itself; answers with what is to get a slot."""

@@ -231,8 +231,8 @@ def count(hits: int | None) -> str:
 
 
 def age(at: float | None) -> str:
-    """How long ago something was, if it was."""
-    return "-" if at is None else amounts.age(time.time() - at)
+    """How long ago something was, if it was, and the medium remembers that."""
+    return "-" if not at else amounts.age(time.time() - at)
 
 
 def left(until: float) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from kvtier.chain.admission import SPREAD_S, DynamicAdmission
 from kvtier.chain.store import TOUCHES_KEPT, Touches
-from kvtier.errors import ConfigError
+from kvtier.errors import UNREADABLE, ConfigError
 from kvtier.eviction import UNKNOWN, EvictionPolicy, create_policy
 from kvtier.interfaces.write_budget import BURST_S, TokenBucket
 from kvtier.settings import Admission, WritePolicy
@@ -57,7 +57,7 @@ def read_trace(path: Path) -> list[Request]:
             continue
         try:
             line = decoder.decode(text)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ConfigError(
                 f"{path}:{number}", f"no request of a trace: {error}", f"like {_LINE_FORM}"
             ) from error

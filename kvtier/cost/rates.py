@@ -10,6 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from kvtier.errors import UNREADABLE
+
 DEVICE = "device"
 """The link that every loaded byte crosses: host memory to the engine's own."""
 PAGEABLE = "device pageable"
@@ -443,5 +445,5 @@ def decode(text: bytes) -> SavedRates:
         raise ValueError(f"more than {BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(text, type=SavedRates)
-    except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"not what kvtier writes: {error}") from None

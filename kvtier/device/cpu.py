@@ -76,7 +76,7 @@ class PageCopier:
             base = arrays[refs[first].tensor]
             pages = np.lib.stride_tricks.as_strided(
                 base,
-                (layout.blocks, stop - first, refs[first].page_bytes),
+                (layout.blocks[group], stop - first, refs[first].page_bytes),
                 (base.strides[0], step, 1),
             )
             stacks.append(_Stack(pages, layout.ref_at[group][first]))

@@ -7,6 +7,7 @@ proves it on the way out. The mover does the rest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -20,7 +21,7 @@ from kvtier.device.layout import Bytes, DeviceBlocks, DeviceLayout
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import RegionHandler
 from kvtier.interfaces.mover import TransferKind
-from kvtier.types import BlockKey, Namespace, Outcome
+from kvtier.types import BlockKey, Namespace, Outcome, group_of
 
 _BLAMED = (Outcome.CORRUPT, Outcome.GONE, Outcome.IO_ERROR)
 """What says that a record itself is bad."""
@@ -62,7 +63,7 @@ class HostCopies:
         arrays: list[Bytes],
     ) -> None:
         """`host` is the first tier's; `arrays` have the engine's memory as `layout` says."""
-        self._chain, self._region = chain, host.region
+        self._chain, self._region, self._groups = chain, host.region, len(layout.groups)
         self.copier = CpuCopier(RankRecords(layout, host.region, namespace.digest), arrays)
         self._jobs: dict[int, HostCopy] = {}
 
@@ -74,8 +75,9 @@ class HostCopies:
         request: str,
         deadline: float,
     ) -> HostCopy:
-        """Store what lies at these places, or load these blocks there. It may leave some out, and
-        has ended already if that is all of them, or if this raises."""
+        """Store what lies at these places, or load these blocks there: of one group, or sorted by
+        group. It may leave some out, and has ended already if that is all of them, or if this
+        raises."""
         if kind is TransferKind.STORE:
             reservation = self._chain.prepare_store(list(places))
             job, spec, deadline = HostCopy(number, reservation.keys), reservation.spec, float("inf")
@@ -87,7 +89,7 @@ class HostCopies:
             self._end(job, {})
             return job
         try:
-            self._region.refresh()  # it may have grown
+            self._region.refresh(getattr(spec, "slots", ()))  # it may have grown
             ids = np.array([places[key] for key in job.reserved], np.int64)
             self.copier.submit(
                 CopyJob(
@@ -95,7 +97,7 @@ class HostCopies:
                     kind=kind,
                     keys=job.reserved,
                     slots=getattr(spec, "slots", ()),
-                    blocks=DeviceBlocks(ids, [len(ids)], [0]),
+                    blocks=DeviceBlocks(ids, self._sizes(job.reserved), [0] * self._groups),
                     deadline=deadline,
                 )
             )
@@ -103,6 +105,13 @@ class HostCopies:
             self._end(job, dict.fromkeys(job.reserved, Outcome.DROPPED))
             raise
         return job
+
+    def _sizes(self, keys: Sequence[BlockKey]) -> list[int]:
+        """How many of these each group of the layout has. A layout of one takes those of any."""
+        if self._groups == 1:
+            return [len(keys)]
+        counted = Counter(map(group_of, keys))
+        return [counted[group] for group in range(self._groups)]
 
     def end(self, result: CopyResult) -> HostCopy:
         """Let go of what a job held that the copier says has ended."""

@@ -120,9 +120,9 @@ class DeviceLayout(msgspec.Struct, frozen=True, dict=True):
         return self.group_ids or tuple(range(len(self.groups)))
 
     @cached_property
-    def blocks(self) -> int:
-        """Block numbers are below this in every tensor."""
-        return min(tensor.blocks for tensor in self.tensors)
+    def blocks(self) -> tuple[int, ...]:
+        """What block numbers are below, by group."""
+        return tuple(min(self.tensors[ref.tensor].blocks for ref in group) for group in self.groups)
 
     @cached_property
     def part_bytes(self) -> tuple[int, ...]:
@@ -204,16 +204,17 @@ def cut(layout: DeviceLayout, blocks: DeviceBlocks) -> ChunkRows:
     ids, sizes, starts = blocks
     if len(sizes) != len(layout.groups) or len(starts) != len(sizes) or sum(sizes) != len(ids):
         raise ValueError("a job names blocks and a start for every group")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < layout.blocks:
-        raise ValueError(f"block numbers lie between 0 and {layout.blocks - 1}")
     per_chunk, at = layout.blocks_per_chunk, 0
     groups: list[int] = []
     rows: list[Ints] = [np.empty((0, per_chunk), np.int64)]
     for group, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         first = start % per_chunk
         count = -(-(first + size) // per_chunk) if size else 0
+        own = ids[at : at + size]
+        if size and not 0 <= int(own.min()) <= int(own.max()) < layout.blocks[group]:
+            raise ValueError(f"block numbers lie between 0 and {layout.blocks[group] - 1}")
         row = np.full(count * per_chunk, -1, np.int64)
-        row[first : first + size] = ids[at : at + size]
+        row[first : first + size] = own
         rows.append(row.reshape(count, per_chunk))
         groups += [group] * count
         at += size

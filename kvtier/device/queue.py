@@ -107,6 +107,11 @@ class Work:
         """Whether every row has an outcome."""
         return not (self.waiting or self.unread or self.copying.running or self.reading.running)
 
+    @property
+    def touching(self) -> bool:
+        """Whether some of it touches the device, or still will."""
+        return bool(self.holding or (not self.failed and (self.waiting or self.unread)))
+
     def drop_holes(self) -> None:
         """A record is a whole chunk or nothing. Where a group's blocks are not whole chunks, some
         are missing: that shifts all blocks behind them, and nobody can tell any more which of them
@@ -283,10 +288,7 @@ class JobQueue:
 
     def _touching(self, ids: Collection[int]) -> list[Work]:
         return [
-            work
-            for work in [*self._loads, *self._stores]
-            if work.job.id in ids
-            and (work.holding or (not work.failed and (work.waiting or work.unread)))
+            work for work in [*self._loads, *self._stores] if work.job.id in ids and work.touching
         ]
 
     def _overtake(self, late: Iterable[Work]) -> None:
@@ -441,12 +443,17 @@ class JobQueue:
         """The batch no longer touches the device, though its outcome is not known."""
         with self._lock:
             self._release(batch)
+            self._tell_waiting(batch.work)
 
     def _release(self, batch: CopyBatch) -> None:
         if batch.held:
             batch.held, batch.overtaken = False, batch.work.overtaken
             batch.work.holding -= len(batch.rows)
-        self._done.notify_all()
+
+    def _tell_waiting(self, work: Work) -> None:
+        """Wake who waits for a job, once for all of its batches: a waiter needs the GIL to look."""
+        if not work.touching:
+            self._done.notify_all()
 
     def finish(self, batch: CopyBatch, outcomes: list[Outcome]) -> None:
         """What became of a batch's rows; only the first that is said of a batch counts."""
@@ -467,6 +474,7 @@ class JobQueue:
                     work.read += size if batch.from_files else 0
                 elif work.loading and not work.failed:
                     self._condemn(work, outcome)
+            self._tell_waiting(work)
             self._settle(work)
 
     def _bytes_of(self, batch: CopyBatch) -> list[int]:

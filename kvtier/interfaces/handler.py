@@ -118,8 +118,9 @@ class HostRegion(Protocol):
         """Be told of pieces that are mapped from now on, and, before that, of slots that are
         unmapped."""
 
-    def refresh(self) -> None:
-        """Map what its engine has made, or found, since the last call."""
+    def refresh(self, slots: Sequence[int] = ()) -> None:
+        """Map what its engine has made, or found, since the last call. Raises MediumError if one of
+        these slots has no memory here afterwards: nobody may read or write there."""
 
     def close(self) -> None:
         """Unmap it."""

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvtier.errors import MoverError
+from kvtier.errors import UNREADABLE, MoverError
 from kvtier.interfaces.backend import TierContext, backend
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.settings import TierSettings, dec_hook, enc_hook
@@ -170,7 +170,7 @@ class Inbox:
                 message = decoder.decode(bytes(self._bytes[start + _LENGTH.size : end]))
                 start = end
                 yield message
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise MoverError(f"a message of a mover cannot be read: {error}") from error
         finally:
             del self._bytes[:start]

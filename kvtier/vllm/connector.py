@@ -33,6 +33,7 @@ from kvtier.vllm.settings import (
     SPEC,
     crosses_degrees,
     hash_warning,
+    read_copies,
     read_flag,
     settle,
     unread,
@@ -139,7 +140,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         limits = unsupported_modes.warnings(vllm_config)
         for each in (*unread(extra), *([warning] if warning else ()), *limits):
             logger.warning("%s", each)
-        payloads, blocks, parts = cache_groups.chunk_sizes(vllm_config, kv_cache_config)
+        payloads, blocks, parts = cache_groups.chunk_sizes(
+            vllm_config, kv_cache_config, read_copies(extra)
+        )
         tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
         across = crosses_degrees(extra)
         if stack.across_degrees and not across:

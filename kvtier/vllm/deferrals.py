@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvtier.chain.hits import Shape
 from kvtier.chain.plan import COMING, NOWHERE
@@ -36,7 +36,9 @@ _LATE = 2.0
 """A load that others hold up may take somewhat longer than expected; this one is late."""
 _SILENT_SHARE, _SILENT_S = 0.07, 0.05
 """Other machines that for so much of the time that computing takes, and so many seconds, neither
-answer nor send anything are taken to stand still."""
+answer nor send anything are taken to stand still..."""
+_GAPS = 4.0
+"""... if that is also several times as long as lay between what they have sent."""
 WAIT_S = 1.0
 """An engine stores a prompt within a second: so long is waited for it where it is not known how
 long that takes to compute."""
@@ -54,7 +56,8 @@ _AWAY = (NOWHERE, COMING)
 _COMPUTE, _EXPECT = "do_remote_decode", "do_remote_prefill"
 
 
-class _Loading(NamedTuple):
+@dataclass(slots=True)
+class _Loading:
     """A load from a lower tier, and what it was taken to spare."""
 
     since: float
@@ -62,19 +65,14 @@ class _Loading(NamedTuple):
     """So many seconds."""
     start: int
     stop: int
-    silent: Callable[[], bool] | None
-    """Of a load from other machines: whether nothing has come yet."""
+    left: Callable[[], int] | None
+    """Of a load from other machines: how many of its blocks have not come yet..."""
     query: Query | None
-    """What they were asked last for its request."""
-
-    def stands_still(self, now: float, computing: float) -> bool:
-        """Whether it comes from other machines, and nothing has come for too long."""
-        since, patience = self.since, max(_SILENT_SHARE * computing, _SILENT_S)
-        if self.query is not None and not self.query.answered:
-            since = self.query.since
-        else:
-            patience = max(patience, _LATE * self.expected)
-        return self.silent is not None and now - since > patience and self.silent()
+    """... and what they were asked last for its request."""
+    missing: int
+    """What was left when that was looked at last..."""
+    moved: float
+    """... and when something came last."""
 
 
 class LoadDeadlines:
@@ -86,9 +84,10 @@ class LoadDeadlines:
     wait for the others longer than for its load. One that was expected to take longer than
     computing, because it spares others, has longer.
 
-    What other machines have comes soon, or the machine has died or stands still: of such a load it
-    is known whether any of it has come. If none has in twice the time that all should take, or they
-    do not even answer, it is given up, whatever the engine computes.
+    What other machines have comes soon, or a machine has died or stands still: of such loads it is
+    known how much of each has come. One is given up, whatever the engine computes, if they do not
+    even answer, if nothing has come of any of them for much longer than usual, or none of this one
+    in twice the time that all of it should take. What has come by then is used.
     """
 
     def __init__(
@@ -101,6 +100,10 @@ class LoadDeadlines:
         self._given_up: set[int] = set()
         self._next = 0.0
         """When another may be given up, though the last has not ended yet."""
+        self._look_at, self._moved = 0.0, 0.0
+        """When to look again at what has come from other machines, and when something came..."""
+        self._gap = 0.0
+        """... and how long after what came before; 0 until something has come."""
 
     def room_in_time(self, since: float, start: int, stop: int) -> bool:
         """Whether a request that waits since then had better wait on, because there will be room
@@ -120,14 +123,15 @@ class LoadDeadlines:
         start: int,
         stop: int,
         *,
-        silent: Callable[[], bool] | None = None,
+        left: Callable[[], int] | None = None,
         query: Query | None = None,
     ) -> None:
         """A load began without which the engine has to compute tokens `start:stop`; it is expected
-        to end when it is `due`. Of one from other machines `silent` tells whether nothing has come
-        yet, and `query` is what they were asked for it."""
+        to end when it is `due`. Of one from other machines `left` tells how many of its blocks have
+        not come yet, and `query` is what they were asked for it."""
         now = self._clock()
-        self._loads[number] = _Loading(now, due - now, start, stop, silent, query)
+        missing = left() if left is not None else 0
+        self._loads[number] = _Loading(now, due - now, start, stop, left, query, missing, now)
 
     def ended(self, number: int) -> bool:
         """It has ended; whether because it was given up."""
@@ -144,11 +148,12 @@ class LoadDeadlines:
         now = self._clock()
         if self._costs is None:
             return None
+        self._note_progress(now)
         for number, load in self._loads.items():
             computing = self._costs.recompute_seconds(load.start, load.stop)
             if computing is None or number in self._given_up:
                 continue
-            if load.stands_still(now, computing):
+            if self._stands_still(load, now, computing):
                 self._given_up.add(number)
                 return number
             if busy or now < self._next:
@@ -158,6 +163,28 @@ class LoadDeadlines:
                 self._next = now + computing
                 return number
         return None
+
+    def _note_progress(self, now: float) -> None:
+        """Note which loads from other machines have moved on, now and then."""
+        if now < self._look_at:
+            return
+        self._look_at = now + _SILENT_S / 4
+        for load in self._loads.values():
+            if load.left is not None and (left := load.left()) < load.missing:
+                self._gap = max(now - max(self._moved, load.since), self._gap / 2)
+                load.missing, load.moved, self._moved = left, now, now
+
+    def _stands_still(self, load: _Loading, now: float, computing: float) -> bool:
+        """Whether it comes from other machines, and they send nothing any more."""
+        if load.left is None or not load.missing:
+            return False
+        patience = max(_SILENT_SHARE * computing, _SILENT_S)
+        if load.query is not None and not load.query.answered and load.moved == load.since:
+            return now - load.query.since > patience
+        silence = now - max(self._moved, load.since)
+        if self._gap and silence > max(patience, _GAPS * self._gap):
+            return True
+        return now - load.moved > max(patience, _LATE * load.expected)
 
 
 class Deferrals:

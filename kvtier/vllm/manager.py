@@ -304,7 +304,7 @@ class ChainManager:
                 worker_job.number,
                 ticket.due,
                 *state.hangs_on(self.shapes, wanted, lower),
-                silent=self._silence(ticket, set(lower.values())),
+                left=self._left_of(ticket, set(lower.values())),
                 query=state.query,
             )
         state.sources = {
@@ -313,17 +313,12 @@ class ChainManager:
         state.refused = False
         return worker_job
 
-    def _silence(self, ticket: Ticket, origins: set[int]) -> Callable[[], bool] | None:
-        """Tells whether nothing of a load has come, if all of it is other machines'."""
-        tiers, missing = self.chain.tiers, len(ticket.pending)
+    def _left_of(self, ticket: Ticket, origins: set[int]) -> Callable[[], int] | None:
+        """Tells how many blocks of a load have not come yet, if all of it is other machines'."""
+        tiers = self.chain.tiers
         if not all(tiers[at].finds for at in origins):
             return None
-
-        def silent() -> bool:
-            pending = ticket.pending
-            return len(pending) == missing and not tiers[HOST].arrived(list(pending))
-
-        return silent
+        return lambda: len(ticket.pending) - len(tiers[HOST].arrived(list(ticket.pending)))
 
     def source_of(self, key: bytes, request: str) -> int:
         """The tier that a block of a request's load comes from."""

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import msgspec
 
-from kvtier.errors import MediumError
+from kvtier.errors import UNREADABLE, MediumError
 from kvtier.vllm.misses import Miss, RequestMisses
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def ask_engines(request: str) -> list[MissAnswer]:
         except (MediumError, OSError):
             continue
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
+            with contextlib.suppress(OSError, *UNREADABLE):
                 answers.append(_ask(path, request))
     return answers
 

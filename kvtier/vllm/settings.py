@@ -38,8 +38,8 @@ _SETTINGS = (
 )
 """kvtier's, and those of vLLM's offloading connector that do not belong to a tier."""
 _ENGINE, _ALONE, _NAMESPACE = "kvtier_engine", "kvtier_alone", "kvtier_namespace"
-_STACK, _ACROSS = "kvtier_stack", "kvtier_across_degrees"
-_WRITTEN = (*SPEC, _NAMESPACE, _ENGINE, _ALONE, _STACK, _ACROSS)
+_STACK, _ACROSS, _COPIES = "kvtier_stack", "kvtier_across_degrees", "kvtier_copies"
+_WRITTEN = (*SPEC, _NAMESPACE, _ENGINE, _ALONE, _STACK, _ACROSS, _COPIES)
 """What the connector writes there itself."""
 _IGNORED = {"sync_load_budget_bytes": "requests wait for their loads"}
 """What vLLM's connector could do, and what is done instead: a load must not fail there."""
@@ -65,6 +65,9 @@ def settle(vllm_config: Any, kv_cache_config: Any) -> stack_config.StackConfig:
     stack = read_stack(extra)
     extra[_ACROSS] = (
         stack.across_degrees and cache_groups.bound_to_degree(vllm_config, kv_cache_config) is None
+    )
+    extra[_COPIES] = cache_groups.copies_of_shares(
+        vllm_config, kv_cache_config, any_degree=extra[_ACROSS]
     )
     tokens = cache_groups.block_tokens(vllm_config, kv_cache_config)
     _set_chunk(extra, stack.chunk_tokens, tokens, cache_groups.most_blocks(kv_cache_config))
@@ -179,6 +182,11 @@ def read_engine(extra: Mapping[str, Any]) -> tuple[str, bool]:
 def crosses_degrees(extra: Mapping[str, Any]) -> bool:
     """Whether engines of other tensor-parallel sizes share this one's namespace."""
     return bool(extra.get(_ACROSS, False))
+
+
+def read_copies(extra: Mapping[str, Any]) -> int:
+    """How many ranks hold the same share of every block."""
+    return int(extra.get(_COPIES, 1))
 
 
 def unread(extra: Mapping[str, Any]) -> list[str]:

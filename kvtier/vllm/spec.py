@@ -27,7 +27,6 @@ from kvtier.system.memory import Topology
 from kvtier.types import BlockKey, Presence, TierEvent
 from kvtier.vllm.engine_load import prompt_tokens
 from kvtier.vllm.hooks import interfaces
-from kvtier.vllm.hooks.cache_groups import ranks_alike
 from kvtier.vllm.hooks.scheduler import key_positions
 from kvtier.vllm.hooks.worker import WorkerJobSpec
 from kvtier.vllm.identity.lora_adapters import Adapters
@@ -38,6 +37,7 @@ from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import (
     check_first_tier,
     engine_name,
+    read_copies,
     read_engine,
     read_namespace,
     read_stack,
@@ -70,7 +70,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
         check_first_tier(stack)
         namespace = read_namespace(self.extra_config)
         ranks = config.parallel.world_size
-        parts = 1 if ranks_alike(config) else ranks
+        parts = ranks // read_copies(self.extra_config)
         costs = CostModel() if stack.load_policy is stack_config.LoadPolicy.COST_MODEL else None
         opened = Stack.open(
             stack,
@@ -107,7 +107,7 @@ class KVTierSpec(interfaces.OffloadingSpec):  # type: ignore[misc]
                 ranks=config.parallel.world_size,
                 blocks_per_chunk=self.blocks_per_chunk,
                 group_ids=tuple(group.group_id for group in config.groups),
-                alike=ranks_alike(config),
+                copies=read_copies(self.extra_config),
                 pipelined=config.parallel.pp_size > 1,
                 heads=self.heads,
             ),

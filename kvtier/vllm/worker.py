@@ -42,15 +42,15 @@ READY_S = 120.0
 class RankShare(msgspec.Struct, frozen=True):
     """What a rank has of the engine's blocks, and of their records.
 
-    Where all ranks hold the same (`alike`), records have one part: the first writes it, and all
-    read it. Where each holds layers of its own (`pipelined`), some may hold more.
+    Where several ranks hold the same (`copies`), a record has one part for them: the first of them
+    writes it, and all read it. Where each has layers of its own (`pipelined`), some may have more.
     """
 
     rank: int
     ranks: int
     blocks_per_chunk: int
     group_ids: tuple[int, ...]
-    alike: bool = False
+    copies: int = 1
     pipelined: bool = False
     heads: Sequence[Sequence[HeadShape]] = ()
     """Of its pages, where it loads what other numbers of ranks have written."""
@@ -58,17 +58,17 @@ class RankShare(msgspec.Struct, frozen=True):
     @property
     def part(self) -> int:
         """The part of a record that it reads, and writes."""
-        return 0 if self.alike else self.rank
+        return self.rank // self.copies
 
     @property
     def parts(self) -> int:
         """How many there are."""
-        return 1 if self.alike else self.ranks
+        return self.ranks // self.copies
 
     @property
     def writes(self) -> bool:
-        """Whether it does; else what it has to store is written by the first."""
-        return self.rank == 0 or not self.alike
+        """Whether it does; else another, which holds the same, writes what it has to store."""
+        return self.rank % self.copies == 0
 
     def layout(self, caches: Any, geometry: RecordGeometry) -> DeviceLayout:
         """How the KV tensors lie, which must be what the scheduler expects."""
@@ -172,7 +172,7 @@ class RankWorker:
                 return
             self._numbers[job_id] = (worker_job.number, kind)
             if self._region is not None:
-                self._region.refresh()
+                self._region.refresh([slot for slot in worker_job.slots if slot != NO_SLOT])
             copier.submit(
                 CopyJob(
                     id=job_id,

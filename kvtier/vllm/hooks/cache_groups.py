@@ -63,15 +63,18 @@ def most_blocks(kv_cache_config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...], int, int]:
-    """The payload of a chunk of every cache group, all ranks together; its blocks; its parts.
+def chunk_sizes(
+    vllm_config: Any, kv_cache_config: Any, copies: int
+) -> tuple[tuple[int, ...], int, int]:
+    """The payload of a chunk of every cache group, all ranks together; its blocks; its parts, each
+    of which so many ranks hold.
 
     A group that is not offloaded, or of which the first rank has no layer, has no chunks: it is
     given the largest size, which no block will ever have.
     """
     config = build_offloading_config(vllm_config, kv_cache_config)
     blocks: int = config.cache.blocks_per_chunk
-    parts = 1 if ranks_alike(config) else config.parallel.world_size
+    parts = config.parallel.world_size // copies
     scale = blocks * parts
     groups = kv_cache_config.kv_cache_groups
     layers = most_layers(vllm_config, groups)
@@ -84,16 +87,38 @@ def chunk_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[int, ...]
     return tuple(sizes.get(at, largest) for at in range(len(groups))), blocks, parts
 
 
-def ranks_alike(config: Any) -> bool:
+def ranks_alike(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether all ranks hold the same KV cache: the latent one of MLA, under tensor parallelism."""
+    config = build_offloading_config(vllm_config, kv_cache_config)
     return bool(config.replicated_layout and not config.canonical_layout)
+
+
+def copies_of_shares(vllm_config: Any, kv_cache_config: Any, *, any_degree: bool) -> int:
+    """How many ranks hold the same share of every block: all of them a latent cache, and several a
+    KV head where there are more ranks than heads. Such a head is kept once if ranks of any degree
+    load it; else by each of them, as ever."""
+    parallel = vllm_config.parallel_config
+    if ranks_alike(vllm_config, kv_cache_config):
+        return int(parallel.world_size)
+    return _replicas(vllm_config) if any_degree else 1
+
+
+def _replicas(vllm_config: Any) -> int:
+    """How many ranks hold the same KV head; the ranks of a head follow each other."""
+    heads = _kv_heads(vllm_config)
+    return max(1, vllm_config.parallel_config.tensor_parallel_size // heads) if heads else 1
+
+
+def _kv_heads(vllm_config: Any) -> int | None:
+    return getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", None)
 
 
 def bound_to_degree(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why ranks of another tensor-parallel size cannot load these blocks; None if they can.
 
-    Every rank must hold its share of the heads of every layer, and nothing else, or all ranks the
-    same latent cache. Scales that each rank computes from its own heads are another's, too.
+    Every rank must hold its share of the heads of every layer, be it as another does, and nothing
+    else, or all ranks the same latent cache. Scales that each rank computes from its own heads are
+    of that share alone.
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     degree = parallel.tensor_parallel_size
@@ -102,13 +127,13 @@ def bound_to_degree(vllm_config: Any, kv_cache_config: Any) -> str | None:
     specs = list(layer_specs(kv_cache_config))
     kinds = {type(spec).__name__ for spec in specs}
     if kinds == {_LATENT}:
-        if degree == 1 or ranks_alike(build_offloading_config(vllm_config, kv_cache_config)):
+        if degree == 1 or ranks_alike(vllm_config, kv_cache_config):
             return None
         return "its ranks are on several machines"
     if others := kinds - _BY_HEADS:
         return f"a cache of {', '.join(sorted(others))} is not divided by heads"
-    heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", None)
-    if any(spec.num_kv_heads * degree != heads for spec in specs):
+    heads, replicas = _kv_heads(vllm_config), _replicas(vllm_config)
+    if heads is None or any(spec.num_kv_heads * degree != heads * replicas for spec in specs):
         return f"{degree} ranks do not divide {heads} KV heads among them, of every layer alike"
     if getattr(cache, "calculate_kv_scales", False) or any(map(_is_packed, specs)):
         return f"blocks of {cache.cache_dtype} have scales of their own"

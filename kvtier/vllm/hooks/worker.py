@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from kvtier import guard
 from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Report, WorkerJob
-from kvtier.vllm.settings import crosses_degrees
+from kvtier.vllm.settings import crosses_degrees, read_copies
 from kvtier.vllm.worker import RankWorker, blocks_of
 
 
@@ -90,7 +90,9 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
 
     def make_ready(self) -> None:
         """Return when the first requests will find what they use."""
-        payloads, blocks, parts = cache_groups.chunk_sizes(self.vllm_config, self.kv_cache_config)
+        payloads, blocks, parts = cache_groups.chunk_sizes(
+            self.vllm_config, self.kv_cache_config, read_copies(self.spec.extra_config)
+        )
         chunk = blocks * min(cache_groups.block_tokens(self.vllm_config, self.kv_cache_config))
         batch = self.vllm_config.scheduler_config.max_num_batched_tokens
         self._rank.make_ready(payloads, parts, len(payloads) * -(-batch // chunk))

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import UNREADABLE, ConfigError, KVTierError
 from kvtier.system.disk import read_bounded
 from kvtier.types import GROUP_BYTES, BlockKey, Namespace, block_key
 from kvtier.weight_fingerprints import adapter_files, fingerprint_adapter
@@ -226,7 +226,7 @@ def read_prompts(file: Path, model: str | None) -> Prompts:
         place = f"{file}:{number}"
         try:
             line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ConfigError(place, f"no prompt: {error}", f"like {_FORM}") from error
         if line.prompt is None and line.messages is None and line.tokens is None:
             raise ConfigError(place, "no prompt, no messages and no tokens", f"like {_FORM}")
