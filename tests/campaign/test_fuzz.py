@@ -54,7 +54,12 @@ def untyped(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [(large, "MiB"), (outside, "it touched"), (slow, "it took"), (untyped, "KeyError")],
+    [
+        (large, "MiB"),
+        (outside, "it touched"),
+        pytest.param(slow, "it took", marks=pytest.mark.slow),
+        (untyped, "KeyError"),
+    ],
 )
 def test_what_no_input_may_do_is_seen(
     tmp_path: Path, what: Callable[[bytes], None], said: str

@@ -92,6 +92,13 @@ def test_a_round_comes_again_by_its_seed(tmp_path: Path, runner: MakeRunner) -> 
     assert not list((tmp_path / "one").glob("dice-*")), "a round leaves nothing behind"
 
 
+def test_stacks_can_name_a_folder_in_urls(
+    tmp_path: Path, runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runner(Path("here")).folder.as_uri() == (tmp_path / "here").as_uri()
+
+
 def test_what_is_not_typed_is_found_and_what_is_typed_is_counted(
     tmp_path: Path, runner: MakeRunner
 ) -> None:

@@ -291,7 +291,10 @@ def test_a_handler_that_moves_only_small_records_is_found(tmp_path: Path) -> Non
         contract.test_a_large_record_comes_back_whole(tmp_path)
 
 
-def test_what_a_closed_tier_leaves_behind_is_found(tmp_path: Path) -> None:
+def test_what_a_closed_tier_leaves_behind_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "CLOSED_S", 0.1)
     files: list[int] = []
     done = threading.Event()
 

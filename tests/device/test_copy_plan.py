@@ -64,13 +64,16 @@ def test_rows_cover_the_job_and_know_what_is_whole(data: st.DataObject) -> None:
         assert seen[index] == refs * (ids >= 0).sum()
 
 
-def test_a_block_must_be_there_in_every_tensor() -> None:
+def test_a_block_must_be_there_in_every_tensor_of_its_group() -> None:
+    tensors = DeviceTensor(0, 4, 8, 8), DeviceTensor(64, 2, 8, 8)
     layout = DeviceLayout(
-        (DeviceTensor(0, 4, 8, 8), DeviceTensor(64, 2, 8, 8)), ((PageRef(0, 8),), (PageRef(1, 8),))
+        tensors, ((PageRef(0, 8),), (PageRef(1, 8),), (PageRef(0, 8), PageRef(1, 8)))
     )
-    assert len(cut(layout, DeviceBlocks(np.array([1]), [1, 0], [0, 0]))) == 1
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        cut(layout, DeviceBlocks(np.array([2]), [1, 0], [0, 0]))
+    assert layout.blocks == (4, 2, 2)
+    assert len(cut(layout, DeviceBlocks(np.array([3, 1, 1]), [1, 1, 1], [0, 0, 0]))) == 3
+    for sizes in ([0, 1, 0], [0, 0, 1]):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            cut(layout, DeviceBlocks(np.array([3]), sizes, [0, 0, 0]))
 
 
 def test_an_empty_job_has_no_copies() -> None:

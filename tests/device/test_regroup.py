@@ -87,6 +87,7 @@ def test_a_flipped_bit_is_blamed_on_its_block_by_those_who_need_it(
             assert result.outcomes[0] is not Outcome.OK or rank.has(cache, [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", ["cpu", "streams", "staged"])
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from engines.engine import Engine
+from engines.world import prompt
 
 MARGIN = 1e-3
 """Of log-probabilities, in float32."""
+_LENGTHS = (1100, 600)
+HITS = [1024, 512]
+"""What is found of `prompts`: whole chunks."""
 COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def prompts(seed: int) -> list[list[int]]:
+    return [prompt(seed + at, length) for at, length in enumerate(_LENGTHS)]
+
+
+def ask(engine: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
+    """One after the other: their sums are the same whatever else is asked."""
+    return [engine.generate(prompts=[each])[0] for each in asked]
 
 
 def check(found: list[dict[str, Any]], expected: list[dict[str, Any]], hits: list[int]) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 from kvtier.vllm import tiny_model
 from kvtier.vllm.tiny_model import Family, save_tokenizer
 
+AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+MLA_DTYPE = "bfloat16" if AMX else "float32"
+"""With AMX vLLM's MLA for CPUs takes no weights of float32."""
 IMAGE = "<image>"
 IMAGE_PIXELS, IMAGE_TOKENS = 56, 8
 
@@ -42,6 +45,20 @@ def _gpt_oss(layers: int, hidden: int) -> Any:
         num_local_experts=4,
         num_experts_per_tok=2,
     )
+
+
+def _one_kv_head(layers: int, hidden: int) -> Any:
+    """A Llama of which every rank has the same keys and values."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**tiny_model.common(layers, hidden) | {"num_key_value_heads": 1})
+
+
+def _four_kv_heads(layers: int, hidden: int) -> Any:
+    """A Llama that four ranks can divide."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**tiny_model.common(layers, hidden) | {"num_key_value_heads": 4})
 
 
 def _deepseek_v2(layers: int, hidden: int) -> Any:
@@ -80,6 +97,7 @@ def _qwen3_next(layers: int, hidden: int) -> Any:
     return Qwen3NextConfig(
         **tiny_model.common(layers, hidden),
         layer_types=kinds,
+        full_attention_interval=4,  # SGLang's word for these kinds
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,
@@ -88,6 +106,22 @@ def _qwen3_next(layers: int, hidden: int) -> Any:
         num_experts_per_tok=2,
         moe_intermediate_size=hidden,
         shared_expert_intermediate_size=hidden,
+    )
+
+
+def _mellum(layers: int, hidden: int) -> Any:
+    """As Gemma 3, every second layer sees a window; no mixture of experts here."""
+    from transformers import MellumConfig
+
+    kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)]
+    return MellumConfig(
+        **tiny_model.common(layers, hidden),
+        sliding_window=128,
+        layer_types=kinds,
+        mlp_layer_types=["dense"] * layers,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=hidden,
     )
 
 
@@ -147,8 +181,11 @@ def _save_processor(folder: Path) -> None:
 tiny_model.FAMILIES.update(
     gemma3=Family(_gemma3, save_tokenizer),
     gpt_oss=Family(_gpt_oss, save_tokenizer),
+    one_kv_head=Family(_one_kv_head, save_tokenizer),
+    four_kv_heads=Family(_four_kv_heads, save_tokenizer),
     deepseek_v2=Family(_deepseek_v2, save_tokenizer),
     qwen3_next=Family(_qwen3_next, save_tokenizer),
+    mellum=Family(_mellum, save_tokenizer),
     blip2=Family(_blip2, _save_processor, "AutoModelForImageTextToText"),
     hrm_text=Family(_hrm_text, save_tokenizer),
 )

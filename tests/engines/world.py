@@ -39,6 +39,20 @@ class World:
             "tiers": [cpu, nvme | more],
         }
 
+    def stack_across_degrees(self, **more: Any) -> dict[str, Any]:
+        """CPU memory, NVMe, and a store in a folder, for engines of any tensor-parallel size."""
+        bucket = self.folder / "bucket"
+        bucket.mkdir(exist_ok=True)
+        stack = self.stack()
+        stack["tiers"].append({"kind": "object", "url": bucket.as_uri(), "capacity": "1GiB"})
+        return {**stack, "across_degrees": True, **more}
+
+    def lose_tiers(self, count: int) -> None:
+        """CPU memory, or that and NVMe; no engine is left of them."""
+        lost = [*self.region.iterdir(), *([self.blocks] if count == 2 else [])]
+        for each in lost:
+            shutil.rmtree(each)
+
     def engine(self, model: Path, **arguments: Any) -> Engine:
         """An engine that is killed with the test at the latest."""
         named: dict[str, Any] = {"max_model_len": 4096, "dtype": "float32"} | arguments

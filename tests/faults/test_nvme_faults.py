@@ -1,5 +1,6 @@
 """The nvme tier on a disk that fails, with one slab and with many."""
 
+import pytest
 from support.tiers.subjects import NVME, SLABS
 
 from kvtier.testing.faults import TierFaults
@@ -9,5 +10,6 @@ class TestNvmeFaults(TierFaults):
     subject = NVME
 
 
+@pytest.mark.slow
 class TestNvmeSlabsFaults(TierFaults):
     subject = SLABS

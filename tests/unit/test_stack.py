@@ -48,6 +48,7 @@ def blocks(count: int, start: int = 0) -> dict[Any, bytes]:
     return {key: payload(key) for key in make_keys(count, start=start)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["threads", "process"])
 def test_what_host_memory_cannot_hold_comes_back_from_below(tmp_path: Path, mode: str) -> None:
     with Stack.open(config(tmp_path, mode=mode), NAMESPACE) as stack:
@@ -307,6 +308,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["threads", "process"])
 def test_a_child_that_is_forked_off_leaves_the_stack_to_its_parent(
     tmp_path: Path, mode: str

@@ -166,6 +166,7 @@ def test_a_copy_into_host_memory_evicts_last_what_is_retained_there(
         assert host.lookup(kept) == [Presence.HIT] * len(kept)
 
 
+@pytest.mark.slow
 def test_other_commands_show_it(stack: Path, prompts: Path) -> None:
     run("pin", "--prompts", prompts, "-c", stack)
     with Stack.open(stack, ENGINE, serving=True) as opened:

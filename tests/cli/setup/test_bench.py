@@ -67,6 +67,7 @@ def test_nothing_is_left_behind(stack_file: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_leaves_nothing(number: int, stack_file: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
@@ -270,6 +271,7 @@ CAVE, CHEST = CaveBackend(), ChestBackend()
 ENTRY_POINTS = "[kvtier.backends]\ncave = caves_and_chests:CAVE\nchest = caves_and_chests:CHEST\n"
 
 
+@pytest.mark.slow
 class TestTiersOfAnotherPackage:
     @pytest.fixture
     def stack(self, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

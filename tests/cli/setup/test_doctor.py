@@ -329,8 +329,11 @@ def test_a_look_into_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert f"0 of {len(said['touch_points'])} touch-points are there" in done.said
 
 
-def test_without_a_stack_there_is_nothing_else_to_look_at() -> None:
-    done = command("doctor")
+def test_without_a_stack_there_is_nothing_else_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # else a stack.yaml of this checkout would be looked at
+    done = command("doctor", before=["env"])
     assert done.code == 2
     assert "--config: is missing" in done.err
 

@@ -83,7 +83,9 @@ def test_a_later_term_is_seen_before_anything_is_deleted(store: FileStore) -> No
     assert not lease.held
 
 
-@pytest.mark.parametrize("lost", [b"", b"another's", None])
+@pytest.mark.parametrize(
+    "lost", [b"", b"another's", b'{"server": "\xb8"}', b'{"more": ' + b"[" * 100_000, None]
+)
 def test_a_lease_whose_object_is_not_as_it_was_written(
     store: FileStore, lost: bytes | None
 ) -> None:
@@ -96,6 +98,23 @@ def test_a_lease_whose_object_is_not_as_it_was_written(
         store.put(term_name(1), [memoryview(lost)])
     with pytest.raises(LeaseLost):
         lease.confirm()
+
+
+@pytest.mark.parametrize(("digit", "flipped"), [(b"7654321", b"7654320"), (b"30,", b"39,")])
+def test_a_flipped_digit_is_no_other_report(store: FileStore, digit: bytes, flipped: bytes) -> None:
+    holder, other = Lease(store, elsewhere(), 30, Clock()), candidate(store, Clock())
+    holder.look()
+    assert holder.acquire()
+    holder.publish(CaretakerReport(bytes=7654321, measured=True))
+    (body,) = (each.read_bytes() for each in (store.root / "caretaker").iterdir())
+    assert digit in body
+    store.put(term_name(1), [memoryview(body.replace(digit, flipped))])
+    other.look()
+    assert other.last_report.bytes == 0, "it cannot be read"
+    holder.publish(CaretakerReport(bytes=7654322, measured=True))
+    report = other.look()
+    assert report is not None
+    assert report.bytes == 7654322
 
 
 def test_without_conditional_puts_the_last_writer_wins(tmp_path: Path) -> None:

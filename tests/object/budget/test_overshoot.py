@@ -40,6 +40,7 @@ def filled() -> Fleet:
     return found
 
 
+@pytest.mark.slow
 def test_sixteen_servers_as_fast_as_they_can() -> None:
     found = filled()
     most = found.run(60.0)
@@ -71,9 +72,8 @@ def test_the_caretaker_dies_and_others_with_it(seed: int) -> None:
     assert found.servers[left][0].caretaker.report.bytes == found.store.there
 
 
-@pytest.mark.parametrize(
-    "seconds", [90.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (20.0, 300.0))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [20.0, 90.0, 300.0])
 def test_a_caretaker_that_was_asleep_deletes_nothing_wrongly(seconds: float) -> None:
     """It wakes with evictions still to be done; what others have stored since stays."""
     found = filled()
@@ -102,6 +102,7 @@ def test_a_caretaker_that_was_asleep_deletes_nothing_wrongly(seconds: float) -> 
     assert rate
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_after_its_lease_stores_nothing_until_it_is_known() -> None:
     found = filled()
     caretaker = found.caretaker()

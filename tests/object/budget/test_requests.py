@@ -39,6 +39,7 @@ def test_an_idle_server(servers: int) -> None:
     assert found["DELETE"] == 0
 
 
+@pytest.mark.slow
 def test_what_a_server_reads_does_not_grow_with_the_number_of_servers() -> None:
     """A report and a manifest each round; and the caretaker reads one manifest of each server."""
     found = {}

@@ -166,7 +166,9 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return BucketSubject(server.endpoint)
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize(
+    "at", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 6))]
+)
 def test_a_server_that_comes_at_any_moment_loses_nothing(
     tmp_path: Path, subject: Subject, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

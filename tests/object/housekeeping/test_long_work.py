@@ -53,6 +53,7 @@ def known(store: ListedStore, count: int) -> tuple[Keeper, ObjectTier]:
 # -- audits ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_audit_makes_nothing_for_the_garbage_collector(tmp_path: Path) -> None:
     """A full collection would hold the GIL for as long as all objects of the process take."""
     keeper, _ = known(ListedStore(tmp_path / "store"), 20_000)
@@ -62,6 +63,7 @@ def test_an_audit_makes_nothing_for_the_garbage_collector(tmp_path: Path) -> Non
     assert gc.get_stats()[2]["collections"] == before
 
 
+@pytest.mark.slow
 def test_an_audit_takes_little_memory(tmp_path: Path) -> None:
     """Millions of blocks may be known, in the process of an engine."""
     count = 20_000

@@ -158,6 +158,7 @@ def test_nothing_outside_is_read_or_changed(
     assert seen(outside) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__.strip("_"))
 def test_a_tier_serves_on_and_leaves_the_outside_alone(
     tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]

@@ -82,6 +82,7 @@ def test_a_server_lost_before_the_request(
     until(lambda: served(store, data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_server_lost_in_the_middle_of_a_get(
     own_rclone: ServerProcess, store: BucketStore, hasty: BucketStore, how: str
@@ -110,6 +111,7 @@ def test_a_server_lost_in_the_middle_of_a_get(
     assert get(store, len(data)) == data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_server_lost_in_the_middle_of_a_put(
     own_rclone: ServerProcess, store: BucketStore, hasty: BucketStore, how: str

@@ -28,6 +28,7 @@ def serves_again(rig: Rig) -> list[BlockKey]:
     return new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind.name if kind else "all")
 def test_right_bytes_or_a_miss_and_full_service_afterwards(
@@ -55,4 +56,20 @@ def test_a_store_that_always_fails_is_a_tier_that_misses(tmp_path: Path, kind: F
     walk(rig, random.Random(1), steps=30)
     plan.rate = 0.0
     serves_again(rig)
+    rig.close()
+
+
+def test_what_is_stored_after_a_start_without_the_store_is_left_to_the_next_life(
+    tmp_path: Path,
+) -> None:
+    """Though nobody has looked at the store but by a refresh."""
+    plan = FaultPlan(1)
+    plan.kinds, plan.rate = [Fault.DOWN], 1.0
+    rig = Rig(FaultySubject(plan), tmp_path, blocks=8)
+    plan.kinds = ()
+    rig.settle()
+    keys = rig.put(make_keys(4))
+    assert keys == make_keys(4)
+    rig.reopen()
+    assert rig.get(keys) == keys
     rig.close()

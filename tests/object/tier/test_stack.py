@@ -47,7 +47,11 @@ def fill_here_and_read_there(here: dict[str, Any], there: dict[str, Any]) -> Non
         assert stack.chain.chain_stats().hits[-1] == 24
 
 
-@pytest.mark.parametrize("nvme", [False, True], ids=["cpu-object", "cpu-nvme-object"])
+@pytest.mark.parametrize(
+    "nvme",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["cpu-object", "cpu-nvme-object"],
+)
 @pytest.mark.parametrize("mode", ["threads", "process"])
 def test_another_machine_starts_warm_from_a_folder(tmp_path: Path, nvme: bool, mode: str) -> None:
     url = f"file://{tmp_path}/shared"
@@ -57,6 +61,7 @@ def test_another_machine_starts_warm_from_a_folder(tmp_path: Path, nvme: bool, m
     )
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 @pytest.mark.parametrize("mode", ["threads", "process"])
 @pytest.mark.parametrize(("cloud", "server"), [("s3", "rclone"), ("az", "azurite")])
@@ -91,6 +96,7 @@ def test_a_dead_bucket_leaves_the_rest_serving(
     assert SECRET_KEY not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_what_was_stored_while_a_bucket_was_dead_comes_there_when_it_is_used(
     tmp_path: Path, own_rclone: ServerProcess
@@ -116,6 +122,7 @@ def test_what_was_stored_while_a_bucket_was_dead_comes_there_when_it_is_used(
         assert stack.load(list(wanted)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_a_dead_bucket_is_told_of_though_nobody_asks_it_for_anything(
     tmp_path: Path, own_rclone: ServerProcess

@@ -8,10 +8,12 @@ from support.object.object_subjects import FOLDER, BucketSubject
 from kvtier.testing.stateful import SETTINGS, tier_machine
 
 MOTO, RCLONE, AZURITE = BucketSubject(""), BucketSubject(""), BucketSubject("")
+SOME = settings(SETTINGS, max_examples=25)
+"""The tier is the same over a folder; servers and their client answer more slowly."""
 
 
 class TestFolderBriefly(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
-    settings = settings(SETTINGS, max_examples=25)
+    settings = SOME
 
 
 @pytest.mark.slow
@@ -22,6 +24,8 @@ class TestFolder(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
 @pytest.mark.s3
 @pytest.mark.slow
 class TestMoto(tier_machine(MOTO).TestCase):  # type: ignore[misc]
+    settings = SOME
+
     @pytest.fixture(autouse=True)
     def server(self, moto_server: ServerProcess) -> None:
         MOTO.endpoint = moto_server.endpoint
@@ -30,6 +34,8 @@ class TestMoto(tier_machine(MOTO).TestCase):  # type: ignore[misc]
 @pytest.mark.s3
 @pytest.mark.slow
 class TestRclone(tier_machine(RCLONE).TestCase):  # type: ignore[misc]
+    settings = SOME
+
     @pytest.fixture(autouse=True)
     def server(self, rclone_server: ServerProcess, brief_settling: None) -> None:
         RCLONE.endpoint = rclone_server.endpoint
@@ -38,7 +44,7 @@ class TestRclone(tier_machine(RCLONE).TestCase):  # type: ignore[misc]
 @pytest.mark.s3
 @pytest.mark.slow
 class TestAzurite(tier_machine(AZURITE).TestCase):  # type: ignore[misc]
-    settings = settings(SETTINGS, max_examples=25)  # each takes a second
+    settings = SOME
 
     @pytest.fixture(autouse=True)
     def server(self, azurite_server: ServerProcess) -> None:

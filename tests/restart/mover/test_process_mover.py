@@ -116,6 +116,7 @@ class TestProcessMover(MoverContract):
         await_restart(rig.mover, killed)
         assert not rig.mover.wait(0.0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "hanging"])
     def test_a_process_that_does_not_answer_is_dead_before_its_transfers_time_out(
         self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch, stopped: bool

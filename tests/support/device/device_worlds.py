@@ -88,7 +88,8 @@ def worlds(draw: Any) -> World:
 @st.composite
 def jobs(draw: Any, layout: DeviceLayout, *, whole: bool = False) -> DeviceBlocks:
     """Distinct blocks, split over the groups; with partial first and last chunks or without."""
-    ids = draw(st.lists(st.integers(0, layout.blocks - 1), unique=True, max_size=layout.blocks))
+    blocks = min(layout.blocks)
+    ids = draw(st.lists(st.integers(0, blocks - 1), unique=True, max_size=blocks))
     if draw(st.booleans()):
         ids.sort()
     sizes, starts, left = [], [], len(ids)

@@ -45,8 +45,8 @@ class CpuSubject(Subject):
     backend = CPU_BACKEND
     persistent = True
     shared = True
-    overhead_bytes = 1 << 18
-    """Its engines' marks."""
+    overhead_bytes = 1 << 20
+    """Its engines' marks, and what eviction learns."""
     sheds = True
     off_disk = True
     quarantine_blocks = 1

@@ -46,6 +46,7 @@ def test_a_new_budget_is_the_users_own_file_and_not_full(tmp_path: Path) -> None
     assert entry.level < SPREAD_S * RATE
 
 
+@pytest.mark.slow
 def test_a_simulated_week_of_three_engines_with_restarts_keeps_the_rate(tmp_path: Path) -> None:
     dice, clock = random.Random(43), Clock(1e9)
     engines = [Engine(tmp_path, clock) for _ in range(3)]

@@ -60,6 +60,23 @@ def test_a_load_has_one_spec_wherever_its_blocks_are(rig: ChainRig) -> None:
     rig.check(keys, ticket.spec)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_has_come_into_host_memory_since_it_was_looked_up_is_pinned_there(
+    rig: ChainRig, count: int
+) -> None:
+    keys = rig.put(1, KEYS[:4])
+    assert rig.chain.match_prefix(keys, 16) == 4
+    rig.put(0, keys[:count])  # as if a neighbour had
+    ticket = rig.chain.begin_load(keys, "a", FAR)
+    assert (ticket.keys, ticket.missing) == (keys, [])
+    assert ticket.pending == set(keys[count:])
+    rig.mover.run_all()
+    rig.chain.poll()
+    rig.check(keys, ticket.spec)
+    rig.chain.end_load(ticket)
+    rig.assert_quiet()
+
+
 def test_a_key_may_be_asked_for_more_than_once(rig: ChainRig) -> None:
     above, below = *rig.put(0, KEYS[:1]), *rig.put(1, KEYS[1:2])
     keys = [above, below, above, below, below]

@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -153,6 +154,7 @@ class ReservationsMachine(RuleBasedStateMachine):
             assert left.queues[tier] >= min(self.queue(tier), self.queues[tier] // 2)
 
 
+@pytest.mark.slow
 def test_beside_a_plain_count() -> None:
     run_state_machine_as_test(
         ReservationsMachine, settings=settings(max_examples=150, stateful_step_count=25)

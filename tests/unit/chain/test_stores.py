@@ -216,6 +216,7 @@ def test_one_step_starts_a_bounded_number_of_blocks() -> None:
     assert rig.resident(1, keys) == keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "lower"), [(THROUGH, 1), (THROUGH, 2), (ON_EVICT, 1)])
 def test_no_store_is_dropped_beside_an_idle_disk(write: WritePolicy, lower: int) -> None:
     """A step that computes 16k tokens in blocks of 128 brings 128 at once, and long before the next

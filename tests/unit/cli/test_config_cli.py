@@ -153,6 +153,8 @@ class TestCheck:
         monkeypatch.setenv("KVTIER_CONFIG", str(stack))
         assert app.run(["config", what]) == 0
         monkeypatch.delenv("KVTIER_CONFIG")
+        (elsewhere := stack.parent / "elsewhere").mkdir()
+        monkeypatch.chdir(elsewhere)  # where no stack.yaml is
         assert app.run(["config", what]) == 2
 
 

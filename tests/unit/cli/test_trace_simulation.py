@@ -140,6 +140,7 @@ tiers = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 1000), st.lists(tiers, min_size=1, max_size=3))
 def test_the_slow_way_says_the_same(seed: int, plans: list[TierPlan]) -> None:

@@ -47,6 +47,7 @@ def mistakes(attempt: Callable[[], object]) -> list[ConfigError]:
     return []
 
 
+@pytest.mark.slow
 @shared
 @given(STACKS | st.dictionaries(WORDS, VALUES, max_size=4))
 def test_any_dicts(source: dict[str, Any]) -> None:

@@ -239,6 +239,7 @@ def test_prompts_that_come_at_once_share_the_engine_and_the_link(
     assert waited["all"] <= 1.15 * min(waited.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize("rate", [0.5, 0.9, 1.2, 1.6])
 def test_an_engine_that_is_busy_all_the_time(rate: float, bandwidth: float) -> None:
@@ -247,6 +248,7 @@ def test_an_engine_that_is_busy_all_the_time(rate: float, bandwidth: float) -> N
     assert waited["all"] <= 1.05 * min(waited.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize(("rate", "limits"), [(1.2, {}), (1.1, {"seats": 8}), (1.1, {"room": 500})])
 def test_one_that_says_what_it_has_to_compute_first(
@@ -258,6 +260,7 @@ def test_one_that_says_what_it_has_to_compute_first(
     assert told <= 1.15 * min(waited.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize("rate", [0.8, 1.1, 1.5])
 @pytest.mark.parametrize("room", [500, 800])
@@ -268,6 +271,7 @@ def test_an_engine_short_of_blocks_gains_little_by_long_loads(
     assert waited["all"] <= 1.25 * min(waited.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize("rate", [0.8, 1.1, 1.5])
 def test_an_engine_that_decodes_as_many_as_it_may(rate: float, bandwidth: float) -> None:
@@ -275,6 +279,7 @@ def test_an_engine_that_decodes_as_many_as_it_may(rate: float, bandwidth: float)
     assert waited["all"] <= 1.25 * min(waited.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize(("share", "longer"), [(0.1, 20.0), (0.1, 100.0), (0.02, 100.0)])

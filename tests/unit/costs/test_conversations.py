@@ -44,12 +44,13 @@ def against_both(ratio: float, users: int, *, remembers: bool) -> tuple[float, i
 @pytest.mark.parametrize(
     "ratio", [3.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (5.0, 10.0))]
 )
-@pytest.mark.parametrize("remembers", [True, False])
+@pytest.mark.parametrize("remembers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_is_loaded_several_times_as_fast_is_all_loaded(ratio: float, remembers: bool) -> None:
     for users in USERS:
         assert against_both(ratio, users, remembers=remembers) == (pytest.approx(1.0, abs=0.005), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [3.0, 8.0])
 @pytest.mark.parametrize("users", [4, 12])
 def test_hardly_anything_is_faster_than_that(ratio: float, users: int) -> None:
@@ -58,16 +59,8 @@ def test_hardly_anything_is_faster_than_that(ratio: float, users: int) -> None:
     assert mine <= 1.03 * mean(greedily(users, **how))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "usual"),
-    [
-        (1.0, 0.84),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((0.5, 0.87), (1.5, 0.94), (2.0, 1.0))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ratio", "usual"), [(1.0, 0.84), (0.5, 0.87), (1.5, 0.94), (2.0, 1.0)])
 def test_where_both_are_about_as_fast_they_share_the_work(ratio: float, usual: float) -> None:
     shares = [
         against_both(ratio, users, remembers=remembers)[0]
@@ -78,6 +71,7 @@ def test_where_both_are_about_as_fast_they_share_the_work(ratio: float, usual: f
     assert geometric_mean(shares) <= usual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_an_oracle_is_not_far_ahead(ratio: float) -> None:
     how = {"bandwidth": ratio * COMPUTED, "remembers": False}

@@ -349,6 +349,7 @@ def _changing_world(seed: int) -> tuple[float, float, float]:
     return mine, oracle, min(always, never)
 
 
+@pytest.mark.slow
 def test_regret_against_an_oracle_is_bounded() -> None:
     worlds = [_changing_world(seed) for seed in range(24)]
     regret = [mine / oracle for mine, oracle, _ in worlds]

@@ -156,6 +156,7 @@ json = st.recursive(
 names = st.sampled_from(["scope", "session_id", "directives", "ttl_seconds", "priority", "x"])
 
 
+@pytest.mark.slow
 @given(
     parameters=st.dictionaries(
         st.sampled_from(["session", "retain_s", "release", "prefetch"]), json

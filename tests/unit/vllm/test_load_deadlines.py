@@ -332,10 +332,7 @@ def test_nobody_joins_a_load_that_hangs(
 
 def test_one_that_was_to_take_long_has_longer() -> None:
     """It was taken because it spares those behind it."""
-    clock = Clock(time.monotonic())
-    costs = CostModel(clock=clock)
-    costs.observe_prefill(2000, 2.0)
-    patience = LoadDeadlines(costs, clock, 10.0)
+    clock, patience = clock_and_deadlines()
     patience.began(1, clock.now + 5.0, 0, 1000)
     clock.now += 9.9
     assert patience.give_up() is None
@@ -347,21 +344,61 @@ def test_one_that_was_to_take_long_has_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answered", "came", "seconds"), [(True, False, 0.4), (False, False, 0.07), (True, True, 1.1)]
+    ("answered", "busy", "seconds"), [(True, False, 0.4), (False, False, 0.07), (True, True, 0.4)]
 )
 def test_other_machines_that_stand_still_are_not_waited_for(
-    answered: bool, came: bool, seconds: float
+    answered: bool, busy: bool, seconds: float
 ) -> None:
-    """Whatever the engine computes; but those that send or answer have the time of all others."""
-    clock = Clock(time.monotonic())
-    costs = CostModel(clock=clock)
-    costs.observe_prefill(2000, 2.0)
-    patience, query = LoadDeadlines(costs, clock, 10.0), Query(clock.now, left=not answered)
-    patience.began(1, clock.now + 0.2, 0, 1000, silent=lambda: not came, query=query)
+    """Whatever the engine computes."""
+    clock, patience = clock_and_deadlines()
+    query = Query(clock.now, left=not answered)
+    patience.began(1, clock.now + 0.2, 0, 1000, left=lambda: 8, query=query)
     clock.now += seconds - 0.01
     assert patience.give_up() is None
     clock.now += 0.02
-    assert patience.give_up(busy=not came) == 1
+    assert patience.give_up(busy=busy) == 1
+
+
+def test_other_machines_that_stop_amid_a_load_are_not_waited_for() -> None:
+    """As long as something comes, a load has the time of all others; for one of which nothing has
+    come yet, what comes of others counts, as they come in turns."""
+    clock, patience = clock_and_deadlines()
+    left = [32, 32]
+    patience.began(0, clock.now + 0.4, 0, 1000, left=lambda: left[0])
+    patience.began(1, clock.now + 0.8, 0, 1000, left=lambda: left[1])
+    for _ in range(14):
+        clock.now += 0.03
+        left[0] -= 2
+        assert patience.give_up() is None
+    clock.now += 0.11  # a few times what lay between
+    assert patience.give_up() is None
+    clock.now += 0.02
+    assert patience.give_up(busy=True) == 0
+    assert patience.give_up(busy=True) == 1
+    patience.began(2, clock.now + 9.0, 0, 1000, left=lambda: 32)
+    clock.now += 0.13
+    assert patience.give_up(busy=True) == 2, "however long it should take"
+
+
+def test_what_comes_in_large_pieces_has_time_between_them() -> None:
+    clock, patience = clock_and_deadlines()
+    left = [8]
+    patience.began(1, clock.now + 0.6, 0, 1000, left=lambda: left[0])
+    clock.now += 0.15
+    left[0] = 6
+    assert patience.give_up() is None
+    clock.now += 0.59
+    assert patience.give_up() is None
+    clock.now += 0.02
+    assert patience.give_up() == 1
+
+
+def clock_and_deadlines() -> tuple[Clock, LoadDeadlines]:
+    """Where computing a thousand tokens takes a second."""
+    clock = Clock(time.monotonic())
+    costs = CostModel(clock=clock)
+    costs.observe_prefill(2000, 2.0)
+    return clock, LoadDeadlines(costs, clock, 10.0)
 
 
 @pytest.mark.parametrize("costs", [None, CostModel()])

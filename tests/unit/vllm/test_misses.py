@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
@@ -462,7 +463,10 @@ class Injector:
     )
 
 
-@pytest.mark.parametrize("count", [1500, pytest.param(100_000, marks=pytest.mark.slow)])
+MISSES = int(os.environ.get("MISSES", "20000"))
+
+
+@pytest.mark.parametrize("count", [1500, pytest.param(MISSES, marks=pytest.mark.slow)])
 def test_injected_misses_are_named_right(tmp_path: Path, count: int) -> None:
     wrong: Counter[tuple[str, str]] = Counter()
     named: Counter[str] = Counter()

@@ -35,7 +35,8 @@ class Rank:
         self,
         rank: int,
         *,
-        alike: bool = False,
+        ranks: int = RANKS,
+        copies: int = 1,
         layers: int = LAYERS,
         pipelined: bool = False,
         per_chunk: int = 1,
@@ -48,7 +49,7 @@ class Rank:
         refs = [SimpleNamespace(tensor_idx=at, page_size_bytes=PAGE) for at in range(layers)]
         self.worker = RankWorker(
             SimpleNamespace(tensors=tensors, group_data_refs=[refs] * groups),
-            RankShare(rank, RANKS, per_chunk, tuple(range(groups)), alike, pipelined),
+            RankShare(rank, ranks, per_chunk, tuple(range(groups)), copies, pipelined),
             attach=Region.attach,
             open_copier=self._open,
         )
@@ -73,27 +74,28 @@ def stack_in(folder: Path, namespace: Namespace) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("alike", "layers"),
-    [(False, (LAYERS, LAYERS)), (True, (LAYERS, LAYERS)), (False, (1, LAYERS))],
+    ("copies", "layers"),
+    [(1, (LAYERS, LAYERS)), (2, (LAYERS, LAYERS)), (2, (LAYERS,) * 4), (1, (1, LAYERS))],
 )
-def test_what_ranks_store_they_load(tmp_path: Path, alike: bool, layers: tuple[int, ...]) -> None:
-    """Each its part, or the first for all; in a pipeline, as many layers as each has."""
-    parts = 1 if alike else RANKS
+def test_what_ranks_store_they_load(tmp_path: Path, copies: int, layers: tuple[int, ...]) -> None:
+    """Each its part, or one of those that hold the same; in a pipeline as many layers as it has."""
+    count = len(layers)
+    parts = count // copies
     namespace = Namespace(
         facts={"model": "none"}, group_bytes=(parts * LAYERS * PAGE,), parts=parts
     )
     keys: list[bytes] = list(make_keys(CHUNKS))
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         region = str(stack.host.region.path)  # type: ignore[attr-defined]
-        manager = AddingManager(stack, region=region, ranks=RANKS)
+        manager = AddingManager(stack, region=region, ranks=count)
         pipelined = min(layers) < LAYERS
         ranks = [
-            Rank(rank, alike=alike, layers=layers[rank], pipelined=pipelined)
-            for rank in range(RANKS)
+            Rank(rank, ranks=count, copies=copies, layers=layers[rank], pipelined=pipelined)
+            for rank in range(count)
         ]
         written = []
         for rank in ranks:
-            random = np.random.default_rng(7 if alike else rank.worker._share.part)
+            random = np.random.default_rng(rank.worker._share.part)
             rank.pages[:, :CHUNKS] = random.integers(
                 0, 256, (layers[rank.worker._share.part], CHUNKS, PAGE), np.uint8
             )
@@ -149,7 +151,7 @@ def test_a_device_that_cannot_be_used_is_told_once(
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
         _, worker_job = manager.prepare_store(list(make_keys(2)), "a")
-        rank = Rank(0, alike=True)
+        rank = Rank(0, copies=RANKS)
         rank.worker._open_copier = refused
         for job in range(2):
             rank.worker.store(job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
@@ -179,7 +181,7 @@ def test_chunks_with_holes_are_not_stored(
     tmp_path: Path, sizes: list[int], starts: list[int], group: int, stored: bool
 ) -> None:
     namespace = Namespace(facts={"model": "none"}, group_bytes=(2 * LAYERS * PAGE,) * 2)
-    rank = Rank(0, alike=True, per_chunk=2, groups=2)
+    rank = Rank(0, copies=RANKS, per_chunk=2, groups=2)
     keys = [*make_keys(1), *make_keys(1, start=1, group=group)]
     with Stack.open(stack_in(tmp_path, namespace), namespace) as stack:
         manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
@@ -208,7 +210,7 @@ def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
 def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> None:
     """And what was still to be told of the last one is told."""
     namespace = Namespace(facts={"model": "none"}, group_bytes=(LAYERS * PAGE,))
-    rank, keys, copiers = Rank(0, alike=True), list(make_keys(CHUNKS)), []
+    rank, keys, copiers = Rank(0, copies=RANKS), list(make_keys(CHUNKS)), []
     with (
         Stack.open(stack_in(tmp_path / "a", namespace), namespace) as one,
         Stack.open(stack_in(tmp_path / "b", namespace), namespace) as other,
@@ -242,7 +244,7 @@ def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> Non
 
 def test_one_load_of_several_is_given_up() -> None:
     given_up: list[int] = []
-    rank = Rank(0, alike=True)
+    rank = Rank(0, copies=RANKS)
     copier = SimpleNamespace(give_up=given_up.append)
     rank.worker.give_up(5)
     rank.worker._numbers.update({1: (5, 4), 2: (6, 4), 3: (7, 4)})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engines.engine import Engine
+from engines.families import AMX
 from engines.world import World, chunk_tokens, flip_memory, prompt
 
 FAMILIES = ["llama", "gemma3", "gpt_oss", "deepseek_v2", "qwen3_next"]
@@ -23,7 +24,7 @@ def usable_hits(family: str, chunk: int) -> list[int]:
 
     vLLM's plain MLA for CPUs does not see what is before a prompt's first computed token.
     """
-    if family == "deepseek_v2" and "amx_tile" not in Path("/proc/cpuinfo").read_text():
+    if family == "deepseek_v2":
         return [0] * len(LENGTHS)
     return [(length - 1) // chunk * chunk for length in LENGTHS]
 
@@ -34,6 +35,11 @@ def test_same_tokens_from_every_tier(world: World, model: Callable[..., Path], f
     prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
     # Gated delta nets are made for bfloat16, where neighbours in a batch change the rounding.
     dtype = "bfloat16" if family == "qwen3_next" else "float32"
+    if family == "deepseek_v2" and AMX:
+        pytest.skip(
+            "with AMX vLLM's MLA takes bfloat16 alone, in which a prompt that was loaded in part "
+            "is rounded otherwise than one that was computed: test_degrees loads it"
+        )
 
     def ask(engine: Engine) -> tuple[list[list[int]], list[int]]:
         found = [engine.generate(prompts=[each], tokens=TOKENS)[0] for each in prompts]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engines.engine import HOST, Engine, connector
+from engines.families import MLA_DTYPE
 from engines.world import World, flip, flip_memory, prompt
 
 PROMPT = prompt(21, 1100)
@@ -58,7 +59,7 @@ def test_two_ranks_and_a_restart(
 
 def test_of_ranks_that_hold_the_same_one_writes(world: World, model: Callable[..., Path]) -> None:
     """The latent cache of MLA. (Without AMX vLLM can load none on a CPU: see test_families.)"""
-    options = {"tensor_parallel_size": 2, "stack": world.stack()}
+    options = {"tensor_parallel_size": 2, "stack": world.stack(), "dtype": MLA_DTYPE}
     with world.engine(model("deepseek_v2"), **options) as engine:
         engine.generate(prompts=[PROMPT])
         assert engine.settle()

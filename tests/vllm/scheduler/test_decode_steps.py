@@ -17,6 +17,8 @@ from kvtier.testing.subject import make_memory_folder
 STUB = Path(engines.engine.__file__).with_name("stub.py")
 CALLS_MAX = 80
 """Python functions in all 14 hooks of a step in which there is nothing to do, vLLM's with them."""
+MORE = {"0.33": 2}
+"""So many more does a version of vLLM have."""
 Calls = dict[str, dict[str, list[dict[str, int]]]]
 
 
@@ -42,7 +44,8 @@ def test_a_step_of_many_that_decode_calls_no_more_than_one_of_few(
 ) -> None:
     few, many = (least(calls[f"{requests} {decoded}"]["false"]) for requests in (4, 64))
     assert few == many
-    assert 0 < sum(many.values()) <= CALLS_MAX, many
+    version = pytest.importorskip("vllm").__version__
+    assert 0 < sum(many.values()) <= CALLS_MAX + MORE.get(version[:4], 0), many
 
 
 def test_nor_does_one_in_which_all_get_a_block_for_what_is_not_stored(calls: Calls) -> None:

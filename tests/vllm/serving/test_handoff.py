@@ -45,7 +45,7 @@ def test_a_prompt_is_handed_over(
         assert computed["tokens"] == reference["tokens"][:1]
         said = computed["transfer"]
         assert said.pop("remote_prefill_cached_tokens") == 0, "of which vLLM tells in place of hits"
-        second.wait_for_others(patience=1e9)
+        second.wait_for_others(patience=300)
         second.begin(prompt=PROMPT, tokens=16, limits=said)
         first.settle()
         hit = 1100 // (size := chunk_tokens(second, chunk)) * size
@@ -65,7 +65,7 @@ def test_of_several_connectors_none_hands_over(world: World, model: Callable[...
         "kv_connector_extra_config": {"connectors": [connector(each) for each in stacks]},
     }
     with world.engine(model("llama"), transfer=transfer) as engine:
-        engine.wait_for_others(patience=1e9)
+        engine.wait_for_others(patience=300)
         expected = engine.generate_with(prompt=PROMPT)
         for said in (COMPUTE, {"do_remote_prefill": True}):
             engine.forget_engine_cache()
