@@ -114,7 +114,7 @@ class Arena:
 
     def shuffled(self) -> DeviceBlocks:
         """Blocks in an order that leaves no neighbours to merge."""
-        ids = self._random.permutation(self.layout.blocks)[: self.count]
+        ids = self._random.permutation(self.layout.blocks[0])[: self.count]
         return DeviceBlocks(ids, [self.count], [0])
 
     def keys(self, blocks: DeviceBlocks) -> list[BlockKey]:

@@ -124,7 +124,7 @@ def identity(torch: Any, report: Report) -> None:
     random = np.random.default_rng(1)
     moved = wrong = touched = 0
     while moved < IDENTITY_PAGES:
-        ids = random.permutation(layout.blocks)[: 4 * count]
+        ids = random.permutation(layout.blocks[0])[: 4 * count]
         skip, end = (int(each) for each in random.integers(1, per_chunk, 2))
         end = count - end
         away, back = ids[: 2 * count], ids[2 * count :]

@@ -30,7 +30,7 @@ def steps_of_a_batch(torch: Any, report: Report) -> None:
     size = layout.part_bytes[0]
     host = torch.empty(rows * size, dtype=torch.uint8, pin_memory=True)
     addresses = int(host.data_ptr()) + size * np.arange(rows, dtype=np.int64)
-    ids = np.random.default_rng(0).permutation(layout.blocks)[: rows * per_chunk]
+    ids = np.random.default_rng(0).permutation(layout.blocks[0])[: rows * per_chunk]
     ids = ids.reshape(rows, per_chunk)
     steps: dict[str, Callable[[], object]] = {
         "gathering": lambda: stage.gather(0, ids),
