@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -42,6 +43,7 @@ class Host(Slowed):
         from vllm.config import PoolerConfig
 
         vllm.__version__ = pretend or vllm.__version__
+        _fork_workers()
         if pooling:
             arguments["runner"] = "pooling"
             arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
@@ -444,6 +446,13 @@ class Host(Slowed):
             "chunk_tokens": max(shape.tokens for shape in manager.shapes.values()),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
+
+
+def _fork_workers() -> None:
+    """On a CPU vLLM starts the workers of several ranks anew, and most of that is importing."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _adapter(named: tuple[str, int, str] | None) -> Any:
