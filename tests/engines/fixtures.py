@@ -16,16 +16,25 @@ from engines.world import World
 MODELS = Path(sys.prefix) / "models"
 
 
+_AT_FIRST = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
 @pytest.fixture(autouse=True)
 def environment_as_before() -> Iterator[None]:
-    """What vLLM sets when a test imports it, or has it make a configuration, goes with the test.
-    Else no engine after that could be forked: its environment would be another one (10 s, not 2).
+    """What vLLM sets when a test imports it, or has it make a configuration, goes with the test;
+    what it set for the fixtures of a file goes before. Else no engine after that could be forked:
+    its environment would be another one (10 s, not 2).
     """
-    before = dict(os.environ)
+    _restore_environment()
     yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    _restore_environment()
+
+
+def _restore_environment() -> None:
+    for name in os.environ.keys() - _AT_FIRST.keys():
+        if not name.startswith("PYTEST_"):
+            del os.environ[name]
+    os.environ.update(_AT_FIRST)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import itertools
 import json
 import os
 import runpy
@@ -33,6 +32,10 @@ _SGLANG = (
 )
 _ORDER_BYTES_MAX = 1 << 20
 _SEEDS = 2
+_ENVIRONMENTS_MAX = 2
+"""Each process keeps half a GiB. Engines whose environment is a further one are started anew."""
+_READ_LATE = ("PYTEST_CURRENT_TEST", "AWS_", "ONEDNN_", "VLLM_PP_")
+"""Nothing that is imported looks at what begins so."""
 
 
 class ForkServer:
@@ -40,7 +43,6 @@ class ForkServer:
     any more."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -49,13 +51,9 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=self._environment,
+                env=dict(environment),
             )
         atexit.register(self._close)
-
-    def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process started with this environment would have imported the same."""
-        return _lasting(environment) == _lasting(self._environment)
 
     def start(
         self, script: str, answers: int, files: Sequence[int], environment: Mapping[str, str]
@@ -95,20 +93,18 @@ class Child:
             server.reap(self.pid)
 
 
-_servers: list[ForkServer] = []
-_turns = itertools.count()
+_servers: dict[frozenset[tuple[str, str]], list[ForkServer]] = {}
+"""By the environment in which they have imported what they fork."""
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
-    """The one whose turn it is; None if it would not do."""
-    turn = next(_turns) % _SEEDS
-    if turn == len(_servers):
-        _servers.append(ForkServer(environment))
-    return _servers[turn] if _servers[turn].suits(environment) else None
-
-
-def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in environment if name != "PYTEST_CURRENT_TEST"}
+    """The one whose turn it is; None if there is none for this environment."""
+    lasting = frozenset(each for each in environment.items() if not each[0].startswith(_READ_LATE))
+    if lasting not in _servers and len(_servers) == _ENVIRONMENTS_MAX:
+        return None
+    alike = _servers.setdefault(lasting, [])
+    alike.append(ForkServer(environment) if len(alike) < _SEEDS else alike.pop(0))
+    return alike[-1]
 
 
 # -- the process -------------------------------------------------------------------------------
