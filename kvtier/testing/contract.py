@@ -504,10 +504,12 @@ class RestartContract:
         if not self.subject.shared:
             return
         peer = rig.peer()
-        keys = rig.put(make_keys(5))
-        peer.tier.refresh()
+        keys = rig.put(make_keys(3))
+        for one in (rig, peer):  # which may have to hear from the first how much room it has
+            one.tier.refresh()
         assert peer.get(keys) == keys
-        more = peer.put(make_keys(3, start=50))
+        # Few: where there is room for none, others may be made to drop some.
+        more = peer.put(make_keys(2, start=50))
         rig.tier.refresh()
         assert rig.get(more) == more
         assert rig.put(more) == []
