@@ -164,13 +164,18 @@ def endpoint(request: pytest.FixtureRequest) -> str:
     return server.endpoint
 
 
-@pytest.mark.parametrize(
-    ("seed", "rounds"),
-    [(1, 32), *(pytest.param(seed, 80, marks=pytest.mark.slow) for seed in (1, 2))],
-)
-def test_three_writers_a_collector_a_pause_and_a_death(
-    tmp_path: Path, endpoint: str, seed: int, rounds: int
-) -> None:
+def test_three_writers_a_collector_a_pause_and_a_death(tmp_path: Path, endpoint: str) -> None:
+    three_writers(tmp_path, endpoint, seed=1, rounds=32)
+
+
+@pytest.mark.slow
+def test_three_writers_for_longer(tmp_path: Path) -> None:
+    """Servers only answer more slowly than a folder."""
+    three_writers(tmp_path, "-", seed=2, rounds=80)
+
+
+def three_writers(tmp_path: Path, endpoint: str, seed: int, rounds: int) -> None:
+    """They store, one sleeps for a while, another is killed, and a collector runs beside them."""
     rng = random.Random(seed)
     subject = subject_at(endpoint)
     first = Rig(subject, tmp_path, blocks=BLOCKS)  # makes the place before they start
