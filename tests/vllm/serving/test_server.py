@@ -80,6 +80,16 @@ def tells(server: Server, name: str, value: float, **labels: str) -> None:
         time.sleep(0.1)
 
 
+def prefetched(server: Server, **labels: str) -> None:
+    """Wait until blocks that were prefetched have been used."""
+    end = time.monotonic() + HANGS_S
+    while not server.metric("kvtier:prefetch_used_blocks_total", **labels):
+        metrics = server.get("/metrics")
+        told = "\n".join(re.findall("^kvtier:.* [1-9].*", metrics, re.MULTILINE))
+        assert time.monotonic() < end, told
+        time.sleep(0.1)
+
+
 def started_by(server: int) -> list[int]:
     """Handles of all processes of a server's session but its own."""
     return [os.pidfd_open(pid) for pid in of_session(server) if pid != server]
@@ -306,14 +316,8 @@ def test_each_data_parallel_rank_prefetches_for_its_own_queue(
         ]
         assert [each.result() for each in waiting] == answers
         assert all(len(each.result()) for each in busy)
-        server.settle()
-        name = r'^kvtier:prefetch_used_blocks_total\{.*engine="(\d)".*tier="nvme".*\} (\S+)$'
-        metrics = server.get("/metrics")
-        used = {rank: float(value) for rank, value in re.findall(name, metrics, re.MULTILINE)}
-        assert used.keys() == {"0", "1"}
-        assert all(used.values()), "\n".join(
-            re.findall("^kvtier:.* [1-9].*", metrics, re.MULTILINE)
-        )
+        for rank in ("0", "1"):
+            prefetched(server, engine=rank, tier="nvme")
         assert server.metric("kvtier:failed_loads_total") == 0
         assert server.metric("kvtier:internal_errors_total") == 0
 
