@@ -1,8 +1,7 @@
 """A newcomer's walk: the README's own blocks, one after the other, in a copy of the project.
 
 From nothing to a hit after a restart, and to a second, empty folder that is filled from a bucket
-and whose first request hits: once with a folder for a bucket, as the page has it, and once with
-one on an S3 server. Else only the port is another one than the page says.
+and whose first request hits. Only the port is another one than the page says.
 """
 
 from __future__ import annotations
@@ -55,37 +54,10 @@ def read_script() -> str:
 
 
 def test_the_readme_leads_to_a_second_machine(tmp_path: Path) -> None:
-    walk(read_script(), tmp_path, {})
+    walk(read_script(), tmp_path)
 
 
-def test_by_way_of_a_real_bucket(tmp_path: Path) -> None:
-    script = read_script()
-    for as_folder, on_a_server in (
-        ("file://$PWD/bucket", "s3://bucket/prefix"),
-        ("second.* bucket\n", "second.*\n"),
-    ):
-        assert as_folder in script
-        script = script.replace(as_folder, on_a_server)
-    # where the tests of the object tier run: `make` has it, beside the one for vLLM
-    program = ROOT / ".venv" / "bin" / "rclone"
-    with object_servers.rclone(tmp_path, program) as server:
-        walk(
-            script,
-            tmp_path,
-            {
-                "AWS_ENDPOINT_URL": server.endpoint,
-                "AWS_ACCESS_KEY_ID": object_servers.ACCESS_KEY,
-                "AWS_SECRET_ACCESS_KEY": object_servers.SECRET_KEY,
-                "AWS_DEFAULT_REGION": "us-east-1",
-            },
-        )
-    left = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
-    # The lease of the caretaker that left: its place is empty, and its term's number goes on.
-    left = [path for path in left if path.parent.name != "caretaker"]
-    assert left == [], "its end clears all else"
-
-
-def walk(script: str, tmp_path: Path, environment: dict[str, str]) -> None:
+def walk(script: str, tmp_path: Path) -> None:
     """Run it all where nothing is there yet, and hold its answers to what the page promises."""
     home, project = tmp_path / "home", tmp_path / "kvtier"
     home.mkdir()
@@ -100,8 +72,7 @@ def walk(script: str, tmp_path: Path, environment: dict[str, str]) -> None:
         cwd=project,
         env={"HOME": str(home)}
         | {key: os.environ[key] for key in kept & os.environ.keys()}
-        | uncompiled
-        | environment,
+        | uncompiled,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
