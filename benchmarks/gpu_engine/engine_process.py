@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -101,9 +102,12 @@ class Served:
 
 async def serve(wanted: dict[str, Any], answers: TextIO) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     imported = time.time()
+    if current_platform.is_cpu():
+        _fork_core()
     arguments = AsyncEngineArgs(
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -132,6 +136,13 @@ async def serve(wanted: dict[str, Any], answers: TextIO) -> None:
         print(json.dumps(answer), file=answers, flush=True)
         if what == "stop":
             return
+
+
+def _fork_core() -> None:
+    """As vLLM does for a GPU; for a CPU it starts the process anew, which imports all again."""
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def main() -> None:

@@ -50,10 +50,9 @@ def test_writers_of_a_store_die(kills: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("subject", ["support.tiers.subjects:CPU", "support.tiers.subjects:NVME"])
-def test_hundreds_of_deaths(subject: str, seed: int) -> None:
-    assert crash(subject, kills=150, seed=seed).startswith("152 deaths")
+def test_hundreds_of_deaths(subject: str) -> None:
+    assert crash(subject, kills=150, seed=2).startswith("152 deaths")
 
 
 @pytest.mark.slow
