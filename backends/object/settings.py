@@ -71,7 +71,7 @@ class ObjectSettings(TierSettings, frozen=True, kw_only=True, tag="object"):
     connect_timeout: Duration = Duration(1.0)
     """How long to wait for a connection."""
     idle_timeout: Duration = Duration(2.0)
-    """How long to wait for the next byte."""
+    """How long to wait for the next byte; for the answer to an upload at least 15s."""
     threads: Threads = 32
     """How many objects are transferred at once."""
     unreachable: Literal["degrade", "refuse"] = "degrade"
@@ -154,7 +154,12 @@ def _reached(settings: ObjectSettings) -> BucketSettings:
         profile=settings.profile,
         conditional_put=settings.conditional_put,
         connections=settings.threads,
-        timeouts=Timeouts(settings.connect_timeout.seconds, settings.idle_timeout.seconds, total_s),
+        timeouts=Timeouts(
+            settings.connect_timeout.seconds,
+            settings.idle_timeout.seconds,
+            total_s,
+            max(Timeouts().upload_s, settings.idle_timeout.seconds),
+        ),
     )
 
 
