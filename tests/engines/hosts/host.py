@@ -43,7 +43,7 @@ class Host(Slowed):
         from vllm.config import PoolerConfig
 
         vllm.__version__ = pretend or vllm.__version__
-        _fork_workers()
+        _go_easy_on_processors()
         if pooling:
             arguments["runner"] = "pooling"
             arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
@@ -448,11 +448,15 @@ class Host(Slowed):
         }
 
 
-def _fork_workers() -> None:
-    """On a CPU vLLM starts the workers of several ranks anew, and most of that is importing."""
+def _go_easy_on_processors() -> None:
+    """On a CPU vLLM starts the workers of several ranks anew, and most of that is importing. After
+    each step they yield for a second in a tight loop, which can keep other processes waiting for
+    half a minute where there are few processors (Linux 6.18)."""
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0005)
 
 
 def _adapter(named: tuple[str, int, str] | None) -> Any:
