@@ -158,7 +158,7 @@ def _reached(settings: ObjectSettings) -> BucketSettings:
             settings.connect_timeout.seconds,
             settings.idle_timeout.seconds,
             total_s,
-            max(Timeouts().upload_s, settings.idle_timeout.seconds),
+            upload_s=max(Timeouts().upload_s, settings.idle_timeout.seconds),
         ),
     )
 

@@ -4,7 +4,8 @@
 
 What it forks is as one that was started: a process of its own, with a session, an environment and
 a folder of its own, which dies of a kill as any other. It has only the seed of Python's hashes in
-common with its siblings; so there are two of these, and an engine and the next one never share it.
+common with its siblings; so there are two of these for an environment, and an engine and the next
+one never share it.
 """
 
 from __future__ import annotations

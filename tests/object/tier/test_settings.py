@@ -10,6 +10,7 @@ from support.object.object_servers import SECRET_KEY
 
 from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.backend import _codec
+from kvtier.backends.object.settings import _reached
 from kvtier.errors import ConfigError
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.codec import Codec
@@ -52,6 +53,13 @@ def test_what_cannot_work_is_refused(more: dict[str, Any], place: str, remedy: s
     assert caught.value.place == place
     assert remedy in caught.value.remedy
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("idle_s", "upload_s"), [(2.0, 15.0), (60.0, 60.0)])
+def test_a_longer_idle_timeout_holds_for_uploads(idle_s: float, upload_s: float) -> None:
+    """Whose answers come late: stores are silent while they write."""
+    timeouts = _reached(settings(idle_timeout=Duration(idle_s))).timeouts
+    assert (timeouts.idle_s, timeouts.upload_s) == (idle_s, upload_s)
 
 
 def test_what_can_work_is_taken(tmp_path: Path) -> None:
