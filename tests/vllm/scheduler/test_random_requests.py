@@ -82,15 +82,22 @@ def test_storm_of_loads_that_are_given_up(
 
 
 @pytest.mark.parametrize(
-    ("family", "count", "blocks", "policy"),
-    [("llama", 100, 44, "fcfs"), ("gemma3", 50, 30, "priority")],
+    ("family", "count", "blocks", "memory", "policy"),
+    [("llama", 100, 44, "24MiB", "fcfs"), ("gemma3", 50, 30, "8MiB", "priority")],
 )
 def test_storm(
-    world: World, model: Callable[..., Path], family: str, count: int, blocks: int, policy: str
+    world: World,
+    model: Callable[..., Path],
+    family: str,
+    count: int,
+    blocks: int,
+    memory: str,
+    policy: str,
 ) -> None:
     """Twice over: the second round must not hold more than the first, nor cost more memory than
     it costs the engine alone. In the midst of the first, all tiers are emptied.
-    In both, all that runs is preempted once, and may load again at once."""
+    In both, all that runs is preempted once, and may load again at once.
+    The memory holds a part of what is stored, so the NVMe tier must serve the rest."""
     folder = model(family)
     rounds = [shared_prefixes(seed, count) for seed in (1, 2)]
     small = {**SMALL, "num_gpu_blocks_override": blocks, "scheduling_policy": policy}
@@ -102,7 +109,7 @@ def test_storm(
             reference.append([found["outputs"][str(at)] for at in range(count)])
             grown.append(plain.resident())
 
-    engine = world.engine(folder, stack=world.stack(capacity="24MiB"), **small)
+    engine = world.engine(folder, stack=world.stack(capacity=memory), **small)
     empty = engine.facts()
     after = []
     preempted = cached = 0
