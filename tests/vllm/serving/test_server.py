@@ -55,6 +55,7 @@ class Serving:
 
     def __init__(self, world: World, model: Path) -> None:
         self.model = str(model)
+        self.folder = world.folder
         self.stack = world.folder / "stack.yaml"
         self.stack.write_text(json.dumps(world.stack()))
         self.log = world.folder / "server.log"
@@ -155,6 +156,8 @@ def test_metrics_restart_and_sleep(serving: Serving, server: Server) -> None:
         tells(again, "kvtier:hit_blocks_total", chunks)
         again.settle()
         check_sleep(again, name, text)
+        check_strange_requests(again, name, text)
+        check_engine_ends(again, serving.folder)
 
 
 def check_explained(serving: Serving, server: Server) -> None:
@@ -222,27 +225,36 @@ STRANGE: list[dict[str, Any]] = [
 ]
 
 
-def test_whatever_clients_send_does_no_harm(world: World, model: Callable[..., Path]) -> None:
+def check_strange_requests(server: Server, name: str, text: str) -> None:
     """A connector has ears for more than a server without one; the same name comes many times."""
-    serving = Serving(world, model("llama"))
-    asked = {"model": serving.model, "prompt": TEXT, "max_tokens": 4, "temperature": 0}
+    asked = {"model": name, "prompt": TEXT, "max_tokens": 4, "temperature": 0}
 
-    def send(server: Server, more: dict[str, Any]) -> int:
+    def send(more: dict[str, Any]) -> int:
         try:
             server.post("/v1/completions", asked | more)
         except HTTPError as error:
             return error.code
         return 200
 
-    with serving.start() as server, ThreadPoolExecutor(8) as threads:
-        text = serving.ask(server)
+    with ThreadPoolExecutor(8) as threads:
         for more in STRANGE:
-            codes = set(threads.map(send, [server] * 8, [more] * 8))
+            codes = set(threads.map(send, [more] * 8))
             assert len(codes) == 1
             assert codes <= {200, 400, 500}, more
             server.forget_engine_cache()
-            assert serving.ask(server) == text, more
-        assert server.metric("kvtier:internal_errors_total") == 0
+            assert server.complete(name, TEXT, 12) == text, more
+    assert server.metric("kvtier:internal_errors_total") == 0
+
+
+def check_engine_ends(server: Server, folder: Path) -> None:
+    """It ends with its server, and what it held is free for the next one."""
+    others = started_by(server.process.pid)
+    assert len(others) >= 2, "an engine and its mover"
+    server.process.kill()
+    for other in others:
+        assert select.select([other], [], [], HANGS_S)[0], "it lives on"
+        os.close(other)
+    assert not list(folder.rglob("owners/*"))
 
 
 def ask_rank(server: Server, model: str, rank: int, text: str, tokens: int = 12) -> str:
@@ -261,47 +273,28 @@ def ask_rank(server: Server, model: str, rank: int, text: str, tokens: int = 12)
 RANKS = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
 
 
-def test_two_data_parallel_ranks_share_their_memory(
-    world: World, model: Callable[..., Path]
-) -> None:
-    """What one has computed the other one finds at its first request, without a disk."""
-    serving = Serving(world, model("llama"))
-    stack = world.stack()
-    serving.stack.write_text(json.dumps(stack | {"tiers": stack["tiers"][:1]}))
-    texts = [f"{number}: {TEXT}" for number in range(6)]
-    chunks = len(texts) * (len(texts[0]) // 256)
-    with serving.start("--data-parallel-size", "2", **RANKS) as server:
-        answers = [ask_rank(server, serving.model, 0, text) for text in texts]
-        server.settle()
-        (root,) = world.region.iterdir()
-        names = sorted(engine_of(mark) for mark in root.glob("*/owners/*") if held(mark))
-        assert len(names) == 2
-        assert names[1] == f"{names[0]}-dp1", "not whichever is free when it starts"
-        assert [ask_rank(server, serving.model, 1, text) for text in texts] == answers
-        tells(server, "kvtier:hit_blocks_total", chunks, tier="cpu")
-        tells(server, "kvtier:neighbour_loaded_blocks_total", chunks, tier="cpu")
-        assert server.metric("kvtier:failed_loads_total") == 0
-        assert server.metric("kvtier:internal_errors_total") == 0
-
-
-def test_each_data_parallel_rank_prefetches_for_its_own_queue(
-    world: World, model: Callable[..., Path]
-) -> None:
-    """What both have stored is only on the disk that they share, where it waits."""
+def test_data_parallel_ranks(world: World, model: Callable[..., Path]) -> None:
+    """What one has computed the other one finds in its memory at its first request. What both have
+    stored is only on the disk that they share in the end: each prefetches it for its own queue."""
     serving = Serving(world, model("llama"))
     ahead = {"warmup_share": 0, "memory": 0.75}
     serving.stack.write_text(json.dumps(world.stack() | {"prefetch": ahead}))
     texts = [f"{number}: {TEXT}" for number in range(6)]
-    flags = ("--data-parallel-size", "2", "--max-num-seqs", "1")
     chunks = len(texts) * (len(texts[0]) // 256)
+    flags = ("--data-parallel-size", "2", "--max-num-seqs", "1")
 
-    def ask(server: Server, rank: int, text: str, tokens: int) -> str:
+    def ask(server: Server, rank: int, text: str, tokens: int = 12) -> str:
         return ask_rank(server, serving.model, rank, text, tokens)
 
     with serving.start(*flags, **RANKS) as server:
-        answers = [ask(server, at % 2, text, 12) for at, text in enumerate(texts)]
+        answers = [ask(server, at % 2, text) for at, text in enumerate(texts)]
         tells(server, "kvtier:stored_blocks_total", chunks, tier="nvme")
         server.settle()
+        check_names(world)
+        assert [ask(server, (at + 1) % 2, text) for at, text in enumerate(texts)] == answers
+        for name in ("kvtier:hit_blocks_total", "kvtier:neighbour_loaded_blocks_total"):
+            tells(server, name, chunks, tier="cpu")
+        check_no_failure(server)
         server.kill()
     for root in world.region.iterdir():
         shutil.rmtree(root)
@@ -311,15 +304,25 @@ def test_each_data_parallel_rank_prefetches_for_its_own_queue(
     ):
         busy = [threads.submit(ask, server, rank, f"Busy {rank}", 1500) for rank in range(2)]
         tells(server, "vllm:num_requests_running", 2)
-        waiting = [
-            threads.submit(ask, server, (at + 1) % 2, text, 12) for at, text in enumerate(texts)
-        ]
+        waiting = [threads.submit(ask, server, (at + 1) % 2, text) for at, text in enumerate(texts)]
         assert [each.result() for each in waiting] == answers
         assert all(len(each.result()) for each in busy)
         for rank in range(2):
             prefetched(server, rank)
-        assert server.metric("kvtier:failed_loads_total") == 0
-        assert server.metric("kvtier:internal_errors_total") == 0
+        check_no_failure(server)
+
+
+def check_names(world: World) -> None:
+    """An engine's rank is in its name: it is not whichever is free when it starts."""
+    (root,) = world.region.iterdir()
+    names = sorted(engine_of(mark) for mark in root.glob("*/owners/*") if held(mark))
+    assert len(names) == 2
+    assert names[1] == f"{names[0]}-dp1"
+
+
+def check_no_failure(server: Server) -> None:
+    assert server.metric("kvtier:failed_loads_total") == 0
+    assert server.metric("kvtier:internal_errors_total") == 0
 
 
 def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None:
@@ -343,18 +346,6 @@ def test_a_stop_leaves_no_mark(world: World, model: Callable[..., Path]) -> None
         assert server.process.wait(2 * HANGS_S) == 0
         assert not list(world.folder.rglob("owners/*"))
     assert "Traceback" not in serving.log.read_text()
-
-
-def test_an_engine_ends_with_its_server(world: World, model: Callable[..., Path]) -> None:
-    """And what it held is free for the next one."""
-    with Serving(world, model("llama")).start() as server:
-        others = started_by(server.process.pid)
-        assert len(others) >= 2, "an engine and its mover"
-        server.process.kill()
-        for other in others:
-            assert select.select([other], [], [], HANGS_S)[0], "it lives on"
-            os.close(other)
-        assert not list(world.folder.rglob("owners/*"))
 
 
 @pytest.mark.parametrize("when", [SERVER, "VLLM::EngineCore", "VLLM::Worker"])
