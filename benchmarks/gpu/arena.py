@@ -131,7 +131,7 @@ class Arena:
         job = CopyJob(
             id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf")
         )
-        self.copier.submit(job)
+        self.copier.jobs.submit(job)
         return name
 
     def finish(self, names: Iterable[int]) -> None:
@@ -147,7 +147,7 @@ class Arena:
 
     def ended(self, names: set[int]) -> int:
         """How many of these jobs are complete."""
-        for result in self.copier.poll():
+        for result in self.copier.jobs.poll():
             assert result.ok, result.outcomes
             self._finished.add(result.id)
         return len(names & self._finished)

@@ -1,6 +1,6 @@
 """Copies between an engine's KV tensors and records in host memory. Knows core, never vLLM.
 
-- `copier`: what a copier is asked and answers, and what it asks of a device with streams, of which
+- `copier`: what a copier is given and answers, and what it asks of a device with streams, of which
   `cuda` is one. Read it first.
 - `layout`: an engine's tensors in numbers, and which bytes go where.
 - `records`: where a rank's parts of records lie; what verifies and seals them.

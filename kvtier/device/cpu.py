@@ -13,15 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
 from kvtier.device.layout import Bytes, DeviceLayout, Ints
-from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
+from kvtier.device.queue import CLOSE_S, CopyBatch, DeviceCopier, JobQueue
 from kvtier.device.records import (
     Flags,
     OtherRecords,
@@ -210,7 +209,7 @@ class CpuCopier(DeviceCopier):
     ) -> None:
         self._records = records
         self._pages = PageCopier(records.layout, arrays, build())
-        self._job_queue = jobs = JobQueue(records, self._BATCH_BYTES, clock, sharers=load_threads)
+        self.jobs = jobs = JobQueue(records, self._BATCH_BYTES, clock, sharers=load_threads)
         serving = [(jobs.load, self._load)] * load_threads
         self._threads: list[threading.Thread] = []
         try:
@@ -224,20 +223,8 @@ class CpuCopier(DeviceCopier):
             self.close()
             raise
 
-    def submit(self, job: CopyJob, mark: object = None) -> None:
-        self._job_queue.submit(job)
-
-    def poll(self) -> list[CopyResult]:
-        return self._job_queue.poll()
-
-    def give_up(self, id: int) -> None:
-        self._job_queue.give_up(id)
-
-    def wait(self, ids: Collection[int]) -> None:
-        self._job_queue.wait(ids)
-
     def close(self) -> None:
-        self._job_queue.close()
+        self.jobs.close()
         if not joined(self._threads, CLOSE_S):  # what it copies stays mapped: it holds views
             logger.error("a thread that copies has not ended within %g s", CLOSE_S)
 
@@ -245,7 +232,7 @@ class CpuCopier(DeviceCopier):
         """Copy and seal records, one by one."""
         rows = zip(batch.slots, batch.keys, batch.ids.tolist(), strict=True)
         outcomes = [self._store_one(slot, key, batch.group, ids) for slot, key, ids in rows]
-        self._job_queue.finish(batch, outcomes)
+        self.jobs.finish(batch, outcomes)
 
     def _store_one(self, slot: int, key: BlockKey, group: int, ids: list[int]) -> Outcome:
         if not self._records.reserved(slot, key).ok:
@@ -271,4 +258,4 @@ class CpuCopier(DeviceCopier):
             stated, parts = found.stated[rows], found.parts.only(rows)
             right[rows] = self._pages.scatter(batch.group, blocks[rows], parts, stated) == stated
         copied &= up_to_wrong(right, work.failed)
-        self._job_queue.finish(batch, found.outcomes(right, copied))
+        self.jobs.finish(batch, found.outcomes(right, copied))

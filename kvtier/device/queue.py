@@ -1,4 +1,5 @@
-"""Jobs in, batches out, results back, between the engine and the copier's threads."""
+"""Jobs in, batches out, results back, between the engine and the copier's threads; and the copier
+as the engine knows it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -202,13 +204,16 @@ class JobQueue:
         *,
         reads_files: bool = False,
         sharers: int = 0,
+        mark: Callable[[], Any] = lambda: None,
     ) -> None:
         """So many `sharers` are threads that share a load, each of which takes as few batches as
-        that allows; without, all batches are small."""
+        that allows; without, all batches are small. `mark` says how far the engine has come in what
+        it gives its device to do."""
         self._records = records
         self.layout = layout = records.layout
         self._sharers = sharers
         self._reads_files = reads_files
+        self.mark = mark
         self.clock = clock
         self._at_once = [max(1, batch_bytes // size) for size in layout.part_bytes]
         self._lock = threading.Lock()
@@ -235,7 +240,8 @@ class JobQueue:
     # -- the engine's side -----------------------------------------------------------------
 
     def submit(self, job: CopyJob, mark: Any = None) -> None:
-        """Queue a job; raises ValueError on one that cannot be."""
+        """Queue a job, ordered after what the engine has given its device to do so far, or had
+        when `mark` was taken; returns at once. Raises ValueError on one that cannot be."""
         chunks = cut(self.layout, job.blocks)
         if not len(chunks) == len(job.keys) == len(job.slots):
             raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(chunks)}")
@@ -244,7 +250,7 @@ class JobQueue:
         groups = [self.layout.key_groups[group] for group in chunks.groups]
         if [group_of(key) for key in job.keys] != groups:
             raise ValueError("the keys are of other groups than the blocks")
-        work = Work(job, chunks, mark, self.clock())
+        work = Work(job, chunks, self.mark() if mark is None else mark, self.clock())
         if not work.loading:
             work.drop_holes()
         with self._lock:
@@ -255,7 +261,7 @@ class JobQueue:
             self._wake()
 
     def poll(self) -> list[CopyResult]:
-        """Jobs that ended since the last call."""
+        """Jobs that ended since the last call; never blocks."""
         with self._lock:
             results, self._results = self._results, []
         return results
@@ -273,7 +279,8 @@ class JobQueue:
                 self._settle(work)
 
     def wait(self, ids: Collection[int]) -> None:
-        """Sleep until these jobs no longer touch the device, or have been given up."""
+        """Sleep until these jobs no longer touch device blocks; loads until their deadline. Not for
+        ever: what a device that hangs still touches after that is DROPPED when it ends."""
         with self._lock:
             self._awaited = ids
             self._wake()
@@ -542,7 +549,6 @@ class JobQueue:
         self._results.append(
             CopyResult(
                 id=work.job.id,
-                kind=work.job.kind,
                 outcomes=work.outcomes,
                 bytes_moved=work.moved,
                 seconds=self.clock() - work.started,
@@ -552,3 +558,28 @@ class JobQueue:
             )
         )
         self._done.notify_all()
+
+
+class DeviceCopier(ABC):
+    """Moves records between device and host memory, in its own threads; loads before stores.
+
+    Loads copy each record as it arrives, verified; a store is complete when every record is sealed.
+    Only bytes whose entry, header and checksum prove them reach the device as OK; a load that fails
+    may leave others in the blocks that it was to fill.
+    """
+
+    jobs: JobQueue
+    """What the engine's thread calls."""
+    reads_files: bool = False
+    """Whether jobs may name files now."""
+    pinned: bool = True
+    """Whether host memory is pinned for the device by now, as far as that is to be had."""
+
+    def make_ready(self, seconds: float) -> bool:
+        """Wait until copies are as fast as an engine's start should wait for, but no longer than
+        this; whether they are."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs, cancel the rest, release everything; what hangs is left as it is."""

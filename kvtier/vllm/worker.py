@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier, host_arrays
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.direct import DirectAccess, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, HeadShape
 from kvtier.device.pacing import EngineSteps
 from kvtier.device.pinned import PinPlan
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.errors import KVTierError
 from kvtier.interfaces.handler import HostRegion
@@ -154,7 +155,8 @@ class RankWorker:
     def mark(self) -> object:
         """Called when the engine is about to compute: whether to begin loads before it has, and
         after what. None where it may yet write to the blocks that it has found for them."""
-        return self._copier.mark() if self._writes_first and self._copier is not None else None
+        copier = self._copier
+        return copier.jobs.mark() if self._writes_first and copier is not None else None
 
     def _submit(
         self,
@@ -173,7 +175,7 @@ class RankWorker:
             self._numbers[job_id] = (worker_job.number, kind)
             if self._region is not None:
                 self._region.refresh([slot for slot in worker_job.slots if slot != NO_SLOT])
-            copier.submit(
+            copier.jobs.submit(
                 CopyJob(
                     id=job_id,
                     kind=kind,
@@ -206,7 +208,7 @@ class RankWorker:
         """Wait no longer for what has not arrived of a worker job's load."""
         for job_id, (each, _) in self._numbers.items():
             if each == number and self._copier is not None:
-                self._copier.give_up(job_id)
+                self._copier.jobs.give_up(job_id)
 
     def abandon(self, job_id: int, worker_job: WorkerJob) -> None:
         """Report that a job failed which the copier does not have."""
@@ -221,7 +223,7 @@ class RankWorker:
             return []
         ended, self._ended = self._ended, []
         if self._copier is not None:
-            ended += [self._report(result) for result in self._copier.poll()]
+            ended += [self._report(result) for result in self._copier.jobs.poll()]
         return ended
 
     def _report(self, result: CopyResult) -> EndedJob:
@@ -257,13 +259,13 @@ class RankWorker:
         self._overtaken |= lost
         if self._copier is not None:
             for each in lost:
-                self._copier.give_up(each)
+                self._copier.jobs.give_up(each)
         self.wait(set(job_ids) - lost)
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs no longer touch device blocks."""
         if self._copier is not None:
-            self._copier.wait(job_ids)
+            self._copier.jobs.wait(job_ids)
 
     # -- the region ------------------------------------------------------------------------
 
@@ -298,7 +300,7 @@ class RankWorker:
         """End the copier and let go of the region."""
         if self._copier is not None:
             self._copier.close()
-            self._ended += [self._report(result) for result in self._copier.poll()]
+            self._ended += [self._report(result) for result in self._copier.jobs.poll()]
             self._copier = None
         if self._region is not None:
             self._region.close()

@@ -72,23 +72,23 @@ def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
     copier = CpuCopier(RankRecords(world.layout, host, NAMESPACE), world.arrays(), load_threads=1)
     for slot in (0, 1):
         host.put(slot, keys[slot], table.RESERVED)
-    copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
-    copier.wait([1])
+    copier.jobs.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
+    copier.jobs.wait([1])
     for slot in (0, 1):
         host.put(slot, keys[slot], table.VALID)
     for slot in (2, 3, 4):
         host.put(slot, keys[slot], table.RESERVED)
     host.order.clear()
     host.slot = 2
-    copier.submit(job_of(TransferKind.STORE, 2, [2, 3, 4], keys[2:], 8))
+    copier.jobs.submit(job_of(TransferKind.STORE, 2, [2, 3, 4], keys[2:], 8))
     host.reached.wait()
-    copier.submit(job_of(TransferKind.LOAD, 3, [0, 1], keys[:2], 16))
-    copier.wait([3])
+    copier.jobs.submit(job_of(TransferKind.LOAD, 3, [0, 1], keys[:2], 16))
+    copier.jobs.wait([3])
     assert host.order == [2, 0, 1]
     host.open.set()
-    copier.wait([2])
+    copier.jobs.wait([2])
     assert host.order == [2, 0, 1, 3, 4]
-    assert all(result.ok for result in copier.poll())
+    assert all(result.ok for result in copier.jobs.poll())
     copier.close()
 
 
@@ -140,14 +140,14 @@ def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: An
         for slot, key in enumerate(keys):
             host.put(slot, key, state)
         if state == table.RESERVED:
-            copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys, 0))
-            copier.wait([1])
-    assert [result.ok for result in copier.poll()] == [True]
+            copier.jobs.submit(job_of(TransferKind.STORE, 1, [0, 1], keys, 0))
+            copier.jobs.wait([1])
+    assert [result.ok for result in copier.jobs.poll()] == [True]
     host.record(1)[at] ^= 1
-    copier.submit(job_of(TransferKind.LOAD, 2, [0, 1], keys, 16))
-    copier.wait([2])
+    copier.jobs.submit(job_of(TransferKind.LOAD, 2, [0, 1], keys, 16))
+    copier.jobs.wait([2])
     copier.close()
-    (result,) = copier.poll()
+    (result,) = copier.jobs.poll()
     assert result.outcomes == [Outcome.OK, Outcome.CORRUPT]
 
 

@@ -99,9 +99,9 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
 
 def store_while_awaited(copier: CudaCopier, job: CopyJob) -> None:
     """The engine waits until the job has left its blocks; then the job ends well."""
-    copier.submit(job)
-    copier.wait([0])
-    while not (results := copier.poll()):
+    copier.jobs.submit(job)
+    copier.jobs.wait([0])
+    while not (results := copier.jobs.poll()):
         pass
     assert results[0].ok
 

@@ -58,11 +58,11 @@ class Stage:
         slots = list(range(first, first + len(keys)))
         for slot, key in zip(slots, keys, strict=True):
             self.host.put(slot, key, state)
-        self.copier.submit(
+        self.copier.jobs.submit(
             CopyJob(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
         )
-        self.copier.wait([1])
-        while not (results := self.copier.poll()):
+        self.copier.jobs.wait([1])
+        while not (results := self.copier.jobs.poll()):
             pass
         return results[0]
 

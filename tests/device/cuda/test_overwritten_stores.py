@@ -119,9 +119,10 @@ def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) 
     assert setting.worker.mark() is None, "no copier is open"
     setting.end(setting.store())
     copier = setting.worker._copier
+    assert copier is not None
     with (
-        mock.patch.object(copier, "mark", return_value="before"),
-        mock.patch.object(copier, "submit") as submit,
+        mock.patch.object(copier.jobs, "mark", return_value="before"),
+        mock.patch.object(copier.jobs, "submit") as submit,
     ):
         worker_job = setting.manager.prepare_load(setting.keys, "b")
         setting.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")

@@ -55,12 +55,12 @@ class Stage(NamedTuple):
         job = CopyJob(
             id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf")
         )
-        self.copier.submit(job, mark)
+        self.copier.jobs.submit(job, mark)
 
     def result(self, name: int) -> CopyResult:
-        self.copier.wait([name])
+        self.copier.jobs.wait([name])
         while True:
-            for result in self.copier.poll():
+            for result in self.copier.jobs.poll():
                 if result.id == name:
                     return result
 
@@ -116,9 +116,9 @@ def test_what_leaves_the_device_after_the_engine_has_gone_on_is_not_stored(
         pass  # the copier has not got there
     with monkeypatch.context() as patch:
         patch.setattr(JobQueue, "_WAIT_S", 0.0)
-        stage.copier.wait([1])
+        stage.copier.jobs.wait([1])
     stage.page(2).fill(42)
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).outcomes == [Outcome.DROPPED]
 
@@ -131,7 +131,7 @@ def test_a_load_waits_for_what_the_engine_writes_there(stage: Stage) -> None:
     stage.device.engine.do(lambda: stage.page(20).fill(0))
     stage.submit(LOAD, 1, 1, 1, 20)
     stage.device.drain()
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(stage.device.engine)
     assert stage.result(1).ok
     assert (stage.page(20) == wanted).all()
@@ -141,7 +141,7 @@ def test_a_load_need_not_wait_for_what_comes_after_its_mark(stage: Stage) -> Non
     stored(stage)
     wanted = stage.page(1).copy()
     stage.device.engine.do(lambda: stage.page(20).fill(0))
-    mark = stage.copier.mark()
+    mark = stage.copier.jobs.mark()
     stage.device.drain()
     stage.device.freeze(stage.device.engine)
     stage.device.engine.do(lambda: None)  # a step of the model, which is long
@@ -166,7 +166,7 @@ def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
     stage.submit(STORE, 1, 3, 3, 3)
     stage.submit(LOAD, 2, 0, 3, 20)
     assert stage.result(2).ok
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).ok
 
@@ -174,7 +174,7 @@ def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
 def test_the_engines_thread_never_waits_for_the_device(stage: Stage) -> None:
     stage.device.freeze(stage.device.engine)
     stage.submit(STORE, 1, 0, RECORDS, 0)
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(stage.device.engine)
     assert stage.result(1).ok
     assert threading.get_ident() not in stage.device.waiters
@@ -197,9 +197,9 @@ def test_blocks_may_be_reused_before_a_store_is_sealed(
     monkeypatch.setattr(stage.copier._records, "seal", later)
     wanted = bytes(stage.page(1))
     stage.submit(STORE, 1, 1, 1, 1)
-    stage.copier.wait([1])
+    stage.copier.jobs.wait([1])
     stage.page(1).fill(0)
-    assert stage.copier.poll() == [], "but it is not complete yet"
+    assert stage.copier.jobs.poll() == [], "but it is not complete yet"
     may_seal.set()
     assert stage.result(1).ok
     assert bytes(stage.host.record(1)[4096 : 4096 + PAGE]) == wanted
@@ -302,10 +302,10 @@ def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
     for kind, state in ((STORE, table.RESERVED), (LOAD, table.VALID)):
         stage.host.put(0, stage.keys[0], state)
         blocks = DeviceBlocks(np.array([0]), [1], [0])
-        copier.submit(
+        copier.jobs.submit(
             CopyJob(id=0, kind=kind, keys=stage.keys[:1], slots=[0], blocks=blocks, deadline=5e9)
         )
-        while not (results := copier.poll()):
+        while not (results := copier.jobs.poll()):
             pass
         assert [result.ok for result in results] == [True]
     assert not stopped

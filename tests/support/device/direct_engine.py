@@ -14,10 +14,10 @@ import numpy as np
 
 from kvtier.backends.cpu import Region
 from kvtier.cost.model import CostModel
-from kvtier.device.copier import DeviceCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct import DirectLoader
 from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes

@@ -14,9 +14,9 @@ from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.device.copier import DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
 from kvtier.record.record import record_bytes
@@ -245,7 +245,7 @@ def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> Non
 def test_one_load_of_several_is_given_up() -> None:
     given_up: list[int] = []
     rank = Rank(0, copies=RANKS)
-    copier = SimpleNamespace(give_up=given_up.append)
+    copier = SimpleNamespace(jobs=SimpleNamespace(give_up=given_up.append))
     rank.worker.give_up(5)
     rank.worker._numbers.update({1: (5, 4), 2: (6, 4), 3: (7, 4)})
     rank.worker.give_up(6)

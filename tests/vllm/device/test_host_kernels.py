@@ -199,9 +199,9 @@ def test_a_copier_loads_only_what_is_proved(page: int, at: int) -> None:
     slots, kind = list(range(4)), TransferKind.LOAD
     job = CopyJob(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
     before = tensors.arrays[0].copy()
-    copier.submit(job)
-    copier.wait([1])
-    (result,) = copier.poll()
+    copier.jobs.submit(job)
+    copier.jobs.wait([1])
+    (result,) = copier.jobs.poll()
     copier.close()
     ok, wrong, late = Outcome.OK, Outcome.CORRUPT, Outcome.CANCELLED
     assert result.outcomes == [ok, ok, wrong, late]
