@@ -93,12 +93,7 @@ class Arena:
         slot_bytes = len(self.host.record(0))
         device = device or Cuda(0)
         memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(device.cudart), PinPlan())
-        self.copier = CudaCopier(
-            RankRecords(layout, self.host, NAMESPACE),
-            device,
-            threads=4,
-            memory=memory,
-        )
+        self.copier = CudaCopier(RankRecords(layout, self.host, NAMESPACE), device, memory=memory)
         assert self.copier.prepared.wait(120), "pinning the region takes too long"
         self._names = itertools.count()
         self._finished: set[int] = set()

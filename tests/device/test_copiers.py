@@ -25,7 +25,8 @@ from kvtier.device.cuda import copier as cuda_copier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
 from kvtier.device.queue import DeviceCopier, JobQueue
-from kvtier.device.records import Host, RankRecords
+from kvtier.device.records import RankRecords
+from kvtier.interfaces.handler import HostSlots
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, verify
 from kvtier.slab import layout as table
@@ -41,7 +42,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def open_copier(
-    kind: str, world: World, host: Host, namespace: bytes = NAMESPACE, **more: Any
+    kind: str, world: World, host: HostSlots, namespace: bytes = NAMESPACE, **more: Any
 ) -> DeviceCopier:
     if kind == "cpu":
         return CpuCopier(RankRecords(world.layout, host, namespace), world.arrays(), **more)

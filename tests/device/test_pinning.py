@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.device import pinned as pinned
+from kvtier.device import pinned
 from kvtier.device.pacing import SHARE, EngineSteps
 from kvtier.device.pinned import PinnedMemory, PinPlan
 

@@ -278,13 +278,14 @@ class CudaCopier(DeviceCopier):
     """Moves records through a device's streams, both directions at once."""
 
     _BATCH_BYTES = 64 << 20
+    _THREADS = 4
+    """For each direction."""
 
     def __init__(
         self,
         records: RankRecords,
         device: Accelerator,
         *,
-        threads: int = 4,
         memory: PinnedMemory | None = None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
         steps: EngineSteps | None = None,
@@ -318,7 +319,7 @@ class CudaCopier(DeviceCopier):
         self._copying: list[threading.Thread] = []
         self._reading: list[threading.Thread] = []
         try:
-            self._start(self._copying, [self._open, self._pin, *serving * threads])
+            self._start(self._copying, [self._open, self._pin, *serving * self._THREADS])
             self._start(self._reading, [self._direct.run] if self._direct else [])
         except RuntimeError:  # the system gives no more threads
             self.close()
