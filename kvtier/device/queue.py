@@ -42,36 +42,24 @@ class Busy:
         self._waiting = 0
         self._lock = threading.Lock()
 
-    def begin(self, rows: int, now: float) -> None:
+    def count(self, now: float, running: int = 0, waiting: int = 0) -> None:
+        """From now on so many more run, or wait; the time up to now counts if something moved."""
         with self._lock:
-            self._moves(now)
-            self.running += rows
-
-    def end(self, rows: int, now: float) -> None:
-        with self._lock:
-            self._moves(now)
-            self.running -= rows
+            if self.running > self._waiting:
+                self.seconds += now - self._since
+            self._since = now
+            self.running += running
+            self._waiting += waiting
 
     @contextmanager
     def waiting(self, rows: int, clock: Callable[[], float]) -> Iterator[None]:
         """So many of those that run wait meanwhile: for a buffer, or for the engine. The link could
         do other work, so this says nothing of how fast it is."""
-        self._wait(rows, clock())
+        self.count(clock(), waiting=rows)
         try:
             yield
         finally:
-            self._wait(-rows, clock())
-
-    def _wait(self, rows: int, now: float) -> None:
-        with self._lock:
-            self._moves(now)
-            self._waiting += rows
-
-    def _moves(self, now: float) -> None:
-        """Count the time up to now, if something has moved."""
-        if self.running > self._waiting:
-            self.seconds += now - self._since
-        self._since = now
+            self.count(clock(), waiting=-rows)
 
 
 class Work:
@@ -344,7 +332,7 @@ class JobQueue:
                 self._sleep(take)
             if take == self.load:
                 self._lookout.notify()  # somebody else may have to look out now
-            batch.busy.begin(len(batch.rows), self.clock())
+            batch.busy.count(self.clock(), len(batch.rows))
             batch.work.holding += len(batch.rows)
             return batch
 
@@ -470,7 +458,7 @@ class JobQueue:
             if batch.ended:
                 return
             batch.ended = True
-            batch.busy.end(len(batch.rows), self.clock())
+            batch.busy.count(self.clock(), -len(batch.rows))
             self._release(batch)
             for row, outcome, size in rows:
                 if batch.overtaken:

@@ -107,26 +107,26 @@ def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> Non
 
 def test_what_overlaps_counts_once() -> None:
     busy = Busy()
-    busy.begin(2, 10.0)
-    busy.begin(1, 11.0)
-    busy.end(2, 13.0)
+    busy.count(10.0, 2)
+    busy.count(11.0, 1)
+    busy.count(13.0, -2)
     assert busy.running == 1
-    busy.end(1, 14.0)
-    busy.begin(1, 20.0)
-    busy.end(1, 20.5)
+    busy.count(14.0, -1)
+    busy.count(20.0, 1)
+    busy.count(20.5, -1)
     assert (busy.running, busy.seconds) == (0, 4.5)
 
 
 def test_what_only_waits_for_the_engine_does_not_count() -> None:
     """The wait is none of the link's: it would look many times slower than it is."""
     busy, now = Busy(), 10.0
-    busy.begin(2, 10.0)
-    busy.begin(1, 11.0)
+    busy.count(10.0, 2)
+    busy.count(11.0, 1)
     with busy.waiting(2, lambda: now):
         now = 12.0
         with busy.waiting(1, lambda: now):
             now = 20.0
         now = 21.0
     assert busy.running == 3
-    busy.end(3, 22.0)
+    busy.count(22.0, -3)
     assert (busy.running, busy.seconds) == (0, 4.0)
