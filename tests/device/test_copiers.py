@@ -560,22 +560,6 @@ def test_close_does_not_wait_for_a_thread_for_ever(
     ended(copier, 2)
 
 
-def test_wrong_counts_are_the_callers_mistake(copier: DeviceCopier) -> None:
-    with pytest.raises(ValueError, match="2 keys"):
-        copier.jobs.submit(job_of(LOAD, onto(2), keys_of(2)))
-
-
-def test_keys_of_another_group_are_refused(copier: DeviceCopier) -> None:
-    with pytest.raises(ValueError, match="other groups"):
-        copier.jobs.submit(job_of(LOAD, onto(2), keys_of(1, groups=[1])))
-
-
-def test_an_empty_job_ends_at_once(copier: DeviceCopier) -> None:
-    (result,) = run(copier, job_of(LOAD, onto(0), []))
-    assert result.ok
-    assert result.bytes_moved == 0
-
-
 class SlabHost:
     """One slab, as the processes of an engine map it."""
 

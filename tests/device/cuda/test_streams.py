@@ -22,7 +22,12 @@ from kvtier.types import BlockKey, Outcome
 
 PAGE = 4096
 RECORDS = 6
+LAYOUT = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+
+
+def records_of(memory: Any, host: MemoryHost) -> RankRecords:
+    return RankRecords(World(LAYOUT, memory).addressed(), host, NAMESPACE)
 
 
 class Stage(NamedTuple):
@@ -69,10 +74,9 @@ class Stage(NamedTuple):
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     """The device's seed is a parameter: other orders of what may be reordered. The other one is how
     many buffers it has to stage records in."""
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
     memory = np.random.default_rng(1).integers(0, 256, 32 * PAGE, dtype=np.uint8)
-    device, host = FakeDevice(*request.param), MemoryHost(layout, RECORDS)
-    copier = CudaCopier(RankRecords(World(layout, memory).addressed(), host, NAMESPACE), device)
+    device, host = FakeDevice(*request.param), MemoryHost(LAYOUT, RECORDS)
+    copier = CudaCopier(records_of(memory, host), device)
     assert copier.prepared.wait(60)
     stage = Stage(copier, device, host, memory, keys_of(RECORDS))
     yield stage
@@ -285,17 +289,17 @@ def test_each_step_by_way_of_a_buffer_may_fail(
     assert stage.result(2).ok
 
 
-def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
+def test_jobs_do_not_wait_while_memory_is_pinned_nor_for_pinning_that_fails(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     stopped: list[bool] = []
 
     def prepare(stopping: threading.Event) -> None:
         stopped.append(stopping.wait())
         raise RuntimeError("no kernel for this device")
 
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    world = World(layout, stage.memory)
     copier = CudaCopier(
-        RankRecords(world.addressed(), stage.host, NAMESPACE),
+        records_of(stage.memory, stage.host),
         FakeDevice(),
         memory=FakeMemory(prepare),
     )
@@ -311,16 +315,15 @@ def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
     assert not stopped
     copier.close()
     assert stopped == [True], "closing does not wait for the rest of the memory"
+    assert "slower than they could be" in caplog.text
 
 
 def test_an_engine_s_start_waits_for_buffers_and_for_the_first_memory(stage: Stage) -> None:
     """Not for the rest of it; and what is done once beforehand touches no page and no slot."""
     go, rest = threading.Event(), threading.Event()
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    world = World(layout, stage.memory)
     before, records = stage.memory.copy(), [bytes(stage.host.record(slot)) for slot in range(4)]
     copier = CudaCopier(
-        RankRecords(world.addressed(), stage.host, NAMESPACE),
+        records_of(stage.memory, stage.host),
         FakeDevice(staging=2),
         memory=FakeMemory(lambda stopping: go.wait(60), lambda stopping: rest.wait(60)),
     )
@@ -328,26 +331,13 @@ def test_an_engine_s_start_waits_for_buffers_and_for_the_first_memory(stage: Sta
     go.set()
     assert copier.make_ready(60)
     assert copier.staged
-    assert not copier.prepared.is_set()
+    assert not copier.pinned
     rest.set()
     assert copier.prepared.wait(60)
+    assert copier.pinned
     assert (stage.memory == before).all()
     assert records == [bytes(stage.host.record(slot)) for slot in range(4)]
     copier.close()
-
-
-def test_copies_go_on_if_preparing_fails(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    def prepare(stopping: threading.Event) -> None:
-        raise RuntimeError("no kernel for this device")
-
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    world = World(layout, stage.memory)
-    CudaCopier(
-        RankRecords(world.addressed(), stage.host, NAMESPACE),
-        FakeDevice(),
-        memory=FakeMemory(prepare),
-    ).close()
-    assert "slower than they could be" in caplog.text
 
 
 @pytest.mark.parametrize("stage", [(0, 2)], ids=str, indirect=True)
@@ -355,8 +345,6 @@ def test_a_copier_that_gets_too_few_threads_keeps_none(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each job opens it anew, and closes the region that those left over would go on pinning."""
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    layout = World(layout, stage.memory).addressed()
     start = threading.Thread.start
     started: list[threading.Thread] = []
     opened, closed = 0, 0
@@ -377,7 +365,7 @@ def test_a_copier_that_gets_too_few_threads_keeps_none(
         started.clear()
         try:
             copier = CudaCopier(
-                RankRecords(layout, stage.host, NAMESPACE),
+                records_of(stage.memory, stage.host),
                 stage.device,
                 memory=FakeMemory(threading.Event.wait, close=on_close),
             )
@@ -390,32 +378,15 @@ def test_a_copier_that_gets_too_few_threads_keeps_none(
     copier.close()
 
 
-def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
-    stored(stage)
-    stage.host.record(3)[5000] ^= 1
-    before = stage.memory.copy()
-    stage.submit(LOAD, 1, 0, RECORDS, 20)
-    result = stage.result(1)
-    assert result.outcomes[3] is Outcome.CORRUPT
-    assert not (stage.page(23) != before[23 * PAGE : 24 * PAGE]).any()
-    assert all(
-        (stage.page(20 + index) == stage.page(index)).all()
-        for index, outcome in enumerate(result.outcomes)
-        if outcome.ok
-    )
-
-
 def test_what_a_load_waits_for_the_engine_is_no_time_of_the_link() -> None:
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
     memory = np.zeros(32 * PAGE, dtype=np.uint8)
-    device, host, now = FakeDevice(0, 2), MemoryHost(layout, RECORDS), [0.0]
+    device, host, now = FakeDevice(0, 2), MemoryHost(LAYOUT, RECORDS), [0.0]
 
     class Computing:
         def synchronize(self) -> None:
             now[0] += 100.0
 
-    world = World(layout, memory).addressed()
-    copier = CudaCopier(RankRecords(world, host, NAMESPACE), device, clock=lambda: now[0])
+    copier = CudaCopier(records_of(memory, host), device, clock=lambda: now[0])
     assert copier.prepared.wait(60)
     stage = Stage(copier, device, host, memory, keys_of(RECORDS))
     try:
@@ -426,21 +397,3 @@ def test_what_a_load_waits_for_the_engine_is_no_time_of_the_link() -> None:
         copier.close()
     assert result.seconds >= 100.0
     assert result.busy_seconds == 0.0
-
-
-def test_who_pins_memory_says_when_that_has_ended() -> None:
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    memory, gate = np.zeros(32 * PAGE, dtype=np.uint8), threading.Event()
-    world, host = World(layout, memory).addressed(), MemoryHost(layout, RECORDS)
-    copier = CudaCopier(
-        RankRecords(world, host, NAMESPACE),
-        FakeDevice(0, 2),
-        memory=FakeMemory(lambda stopping: gate.wait(60)),
-    )
-    try:
-        assert not copier.pinned
-        gate.set()
-        assert copier.prepared.wait(60)
-        assert copier.pinned
-    finally:
-        copier.close()
