@@ -101,10 +101,8 @@ def watch_weights(updater: type, *, attached_late: bool) -> None:
             "kvtier was attached to an engine that runs, which may have taken other weights",
             "start the engine with --hicache-storage-backend dynamic",
         )
-    for name in _WATCHED:
-        method = getattr(updater, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(updater, name, _noticed(method))
+    for name in _WATCHED:  # for each rank of a process anew, which changes nothing
+        setattr(updater, name, _noticed(getattr(updater, name)))
 
 
 def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:
