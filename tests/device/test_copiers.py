@@ -6,18 +6,15 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
 from support.device.fake_device import FakeDevice, FakeMemory
 
-from kvtier.backends.cpu.memory import Arena
 from kvtier.device import cpu as cpu_copier
 from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
@@ -28,7 +25,7 @@ from kvtier.device.queue import DeviceCopier, JobQueue
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostSlots
 from kvtier.interfaces.mover import TransferKind
-from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, verify
+from kvtier.record.record import HEADER_BYTES, Header, verify
 from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
@@ -266,34 +263,6 @@ def test_a_slot_replaced_during_the_copy_is_gone(
     copier.close()
     assert result.outcomes in ([Outcome.GONE], [Outcome.CORRUPT])
     assert not result.ok
-
-
-class Popular(MemoryHost):
-    """Its blocks are asked for by others while they are being copied."""
-
-    def record(self, slot: int) -> memoryview:
-        self._use()
-        return super().record(slot)
-
-    @property
-    def data(self) -> memoryview:
-        self._use()
-        return super().data
-
-    def _use(self) -> None:
-        for slot, entry in enumerate(self.entries):
-            uses = table.add_uses(entry, 1, at=1_000_000)
-            after = table.USES_AT + len(uses)
-            self.entries[slot] = entry[: table.USES_AT] + uses + entry[after:]
-
-
-def test_a_block_that_others_use_during_the_copy_is_still_the_same(world: World, kind: str) -> None:
-    host = Popular(world.layout, 8)
-    copier = open_copier(kind, world, host)
-    keys = filled(copier, host, 2)
-    (result,) = run(copier, job_of(LOAD, onto(2), keys[:1]))
-    copier.close()
-    assert result.ok
 
 
 def test_a_store_into_a_slot_that_is_not_reserved_writes_nothing(
@@ -558,61 +527,3 @@ def test_close_does_not_wait_for_a_thread_for_ever(
     assert not released, "the thread may still use what would be released"
     host.gate.set()
     ended(copier, 2)
-
-
-class SlabHost:
-    """One slab, as the processes of an engine map it."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self._arena = Arena(64, size, 1)
-        header = table.SlabHeader(
-            slots=8, slot_bytes=size, data_at=0, slab_id=1, namespace=NAMESPACE
-        )
-        with (folder / "data").open("w+b") as data, (folder / "table").open("w+b") as entries:
-            data.truncate(header.data_end)
-            entries.truncate(header.table_bytes)
-            fds = data.fileno(), entries.fileno()
-            self._arena.map(0, header, fds, 0, writable=True)
-        self.data, self.table, self._size = self._arena.data, self._arena.table, size
-
-    def record(self, slot: int) -> Buffer:
-        return self.data[slot * self._size : (slot + 1) * self._size]
-
-    def state(self, slot: int) -> int:
-        return self.table[table.entry_at(slot)]
-
-    def entry(self, slot: int) -> bytes:
-        at = table.entry_at(slot)
-        return bytes(self.table[at : at + table.ENTRY_BYTES])
-
-    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-        found: npt.NDArray[np.void] = self._arena.entries()[slots]
-        return found
-
-
-def test_two_ranks_write_one_record_in_a_slab(tmp_path: Path, kind: str) -> None:
-    """Each rank copies and seals its own part; together they make one record that proves itself."""
-    tensors = (DeviceTensor(0, 8, 4096, 4096),)
-    ranks = [DeviceLayout(tensors, ((PageRef(0, 4096),),), 2, part, 2) for part in range(2)]
-    size = record_bytes(ranks[0].group_bytes[0])
-    region = SlabHost(tmp_path, size)
-    key = keys_of(1)[0]
-    at = table.entry_at(3)
-    entry = table.pack_entries(table.RESERVED, [key], 1, 0)
-    region.table[at : at + table.ENTRY_BYTES] = entry
-    memories = [np.full(8 * 4096, rank + 1, np.uint8) for rank in range(2)]
-    copiers = [
-        open_copier(kind, World(layout, memory), region)
-        for layout, memory in zip(ranks, memories, strict=True)
-    ]
-    blocks = DeviceBlocks(np.array([4, 5]), [2], [0])
-    for copier in copiers:
-        assert run(copier, job_of(STORE, blocks, [key], slots=[3]))[0].ok
-    region.table[at] = table.VALID
-    assert verify(region.record(3), key, NAMESPACE) is Outcome.OK
-    for copier, memory in zip(copiers, memories, strict=True):
-        wanted = memory.copy()
-        memory[4 * 4096 : 6 * 4096] = 0
-        assert run(copier, job_of(LOAD, blocks, [key], slots=[3]))[0].ok
-        assert (memory == wanted).all()
-        copier.close()

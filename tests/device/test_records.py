@@ -65,6 +65,18 @@ def test_a_slot_that_was_given_up_or_to_others_has_changed(
     assert found.outcomes(copied, copied) == [Outcome.OK if same else Outcome.GONE]
 
 
+def test_a_block_that_others_use_meanwhile_is_still_the_same(host: MemoryHost) -> None:
+    host.put(0, KEY, table.VALID)
+    found = RankRecords(LAYOUT, host, NAMESPACE).find([0], [KEY], 0)
+    before = host.entry(0)
+    uses = table.add_uses(before, 1, at=1_000_000)
+    after = table.USES_AT + len(uses)
+    host.entries[0] = before[: table.USES_AT] + uses + before[after:]
+    assert host.entry(0) != before
+    copied = np.array([True])
+    assert found.outcomes(copied, copied) == [Outcome.OK]
+
+
 def test_each_record_of_a_batch_is_looked_at_by_itself() -> None:
     """Keys of two lengths, one of which begins with the other; one is in the wrong slot."""
     short, long = block_key(bytes(8)), block_key(bytes(16))
