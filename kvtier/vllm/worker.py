@@ -138,34 +138,27 @@ class RankWorker:
 
     # -- jobs ------------------------------------------------------------------------------
 
-    def store(self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks) -> None:
-        """Copy blocks out of the device; reported later, like everything that goes wrong."""
-        self._submit(job_id, worker_job, blocks, TransferKind.STORE)
-
-    def load(
-        self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks, mark: object = None
-    ) -> None:
-        """Copy blocks into the device as they arrive in the region, after what the engine had given
-        its device to do when the mark was taken, or has by now."""
-        if any(s == NO_SLOT and i not in worker_job.files for i, s in enumerate(worker_job.slots)):
-            self._fail(job_id, worker_job, Outcome.DROPPED)
-            return
-        self._submit(job_id, worker_job, blocks, TransferKind.LOAD, mark)
-
     def mark(self) -> object:
         """Called when the engine is about to compute: whether to begin loads before it has, and
         after what. None where it may yet write to the blocks that it has found for them."""
         copier = self._copier
         return copier.jobs.mark() if self._writes_first and copier is not None else None
 
-    def _submit(
+    def begin(
         self,
+        kind: TransferKind,
         job_id: int,
         worker_job: WorkerJob,
         blocks: DeviceBlocks,
-        kind: TransferKind,
         mark: object = None,
     ) -> None:
+        """Copy blocks out of the device, or into it as they arrive in the region, after what the
+        engine had given its device to do when the mark was taken, or has by now. Reported later,
+        like everything that goes wrong."""
+        slots, files = worker_job.slots, worker_job.files
+        if any(slot == NO_SLOT and at not in files for at, slot in enumerate(slots)):
+            self._fail(job_id, worker_job, Outcome.DROPPED)
+            return
         try:
             copier = self._open(worker_job.region, worker_job.geometry)
             if kind is TransferKind.STORE and not self._share.writes:
@@ -174,16 +167,16 @@ class RankWorker:
                 return
             self._numbers[job_id] = (worker_job.number, kind)
             if self._region is not None:
-                self._region.refresh([slot for slot in worker_job.slots if slot != NO_SLOT])
+                self._region.refresh([slot for slot in slots if slot != NO_SLOT])
             copier.jobs.submit(
                 CopyJob(
                     id=job_id,
                     kind=kind,
                     keys=worker_job.keys,
-                    slots=worker_job.slots,
+                    slots=slots,
                     blocks=blocks,
                     deadline=worker_job.deadline,
-                    files=worker_job.files,
+                    files=files,
                 ),
                 mark,
             )
