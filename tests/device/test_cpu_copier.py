@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,22 +152,20 @@ def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: An
     assert result.outcomes == [Outcome.OK, Outcome.CORRUPT]
 
 
-class Named:
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
-
-
 def test_a_layout_is_read_from_canonical_caches() -> None:
     """A packed tensor of two layers, the second of which has padded pages; two groups share it."""
     memory = np.arange(8 * 96, dtype=np.int64).astype(np.int8).reshape(8, 96)
-    caches = Named(
+    caches = SimpleNamespace(
         tensors=[
-            Named(tensor=Tensor(memory[:, :32]), page_size_bytes=32),
-            Named(tensor=Tensor(memory[:, 32:]), page_size_bytes=64),
+            SimpleNamespace(tensor=Tensor(memory[:, :32]), page_size_bytes=32),
+            SimpleNamespace(tensor=Tensor(memory[:, 32:]), page_size_bytes=64),
         ],
         group_data_refs=[
-            [Named(tensor_idx=0, page_size_bytes=32), Named(tensor_idx=1, page_size_bytes=60)],
-            [Named(tensor_idx=1, page_size_bytes=64)],
+            [
+                SimpleNamespace(tensor_idx=0, page_size_bytes=32),
+                SimpleNamespace(tensor_idx=1, page_size_bytes=60),
+            ],
+            [SimpleNamespace(tensor_idx=1, page_size_bytes=64)],
         ],
     )
     layout = DeviceLayout.of_caches(caches, 2)
