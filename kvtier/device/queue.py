@@ -384,11 +384,8 @@ class JobQueue:
         for work in list(self._loads):
             if work.failed:
                 self._expire(work)
-            rows = self._arrived(work)
-            if rows:
-                for row in rows:
-                    work.waiting.remove(row)
-                return CopyBatch(work, rows)
+            if (batch := self._arrived(work)) is not None:
+                return batch
             self._expire(work)
         return None
 
@@ -403,10 +400,7 @@ class JobQueue:
         """Rows of the oldest store; of one that the engine waits for, if there is one."""
         for work in sorted(self._stores, key=lambda work: work.job.id not in self._awaited):
             if work.waiting:
-                rows = self._alike(work, work.waiting, self._at_once)
-                for row in rows:
-                    work.waiting.remove(row)
-                return CopyBatch(work, rows)
+                return self._batch_of(work, work.waiting, self._at_once)
         return None
 
     def store_after_loads(self) -> CopyBatch | None:
@@ -494,13 +488,13 @@ class JobQueue:
             work.waiting.extend(looked_at)
         work.failed = True
 
-    def _arrived(self, work: Work) -> list[int]:
-        """The first waiting rows whose records have arrived, or never will: a batch of them."""
+    def _arrived(self, work: Work) -> CopyBatch | None:
+        """The first waiting rows whose records have arrived, or never will, if there are any."""
         at_once = self._at_once
         if self._sharers:
             share = len(work.waiting) // self._sharers
             at_once = [max(rows, min(share, rows * self._SHARE_BATCHES)) for rows in at_once]
-        return self._alike(work, self._ready(work), at_once)
+        return self._batch_of(work, self._ready(work), at_once)
 
     def _ready(self, work: Work) -> Iterator[int]:
         """Those rows, until so many have been seen that are still on their way."""
@@ -518,8 +512,11 @@ class JobQueue:
             return {row for row in work.waiting if self._records.pending(work.job.slots[row])}
         return set(work.waiting)
 
-    def _alike(self, work: Work, rows: Iterable[int], at_once: Sequence[int]) -> list[int]:
-        """The first of these, as many as are of one group and are handed out at once."""
+    def _batch_of(
+        self, work: Work, rows: Iterable[int], at_once: Sequence[int]
+    ) -> CopyBatch | None:
+        """The first of these waiting rows, as many as are of one group and are handed out at once;
+        they wait no longer."""
         batch: list[int] = []
         for row in rows:
             if batch and work.chunks.groups[row] != work.chunks.groups[batch[0]]:
@@ -527,7 +524,9 @@ class JobQueue:
             batch.append(row)
             if len(batch) == at_once[work.chunks.groups[row]]:
                 break
-        return batch
+        for row in batch:
+            work.waiting.remove(row)
+        return CopyBatch(work, batch) if batch else None
 
     def _settle(self, work: Work) -> None:
         """Turn a job that has ended into its result."""
