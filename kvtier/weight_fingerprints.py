@@ -1,4 +1,5 @@
-"""Fingerprints of weights and adapters: other bytes under the same name are another model."""
+"""Names of models, and fingerprints of weights and adapters: other bytes under the same name are
+another model."""
 
 from __future__ import annotations
 
@@ -38,6 +39,16 @@ _OTHERS = ("audio_model_id", "text_model_id")
 _OTHER_HUB = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 _MODEL = (*_WEIGHTS, "*.index.json", "*processor_config.json")
 _ADAPTER = (*_WEIGHTS, "adapter_config.json")
+BY_LENGTH = ("longrope", "llama4")
+"""What stands in the configuration of models that are computed in another way if they are served
+with long prompts: even the short ones."""
+
+
+def whole_name(model: str) -> str:
+    """What a model is called: `./model` is another one wherever it is said, and so its whole path
+    is meant. Links are kept: one that leads to other weights later on has a name that lasts."""
+    path = Path(model)
+    return str(path.absolute()) if path.exists() else model
 
 
 def fingerprint_weights(vllm_config: Any) -> str:

@@ -93,12 +93,7 @@ class Arena:
         slot_bytes = len(self.host.record(0))
         device = device or Cuda(0)
         memory = PinnedMemory(self.host.data, slot_bytes, CudaRegistrar(device.cudart), PinPlan())
-        self.copier = CudaCopier(
-            RankRecords(layout, self.host, NAMESPACE),
-            device,
-            threads=4,
-            memory=memory,
-        )
+        self.copier = CudaCopier(RankRecords(layout, self.host, NAMESPACE), device, memory=memory)
         assert self.copier.prepared.wait(120), "pinning the region takes too long"
         self._names = itertools.count()
         self._finished: set[int] = set()
@@ -131,7 +126,7 @@ class Arena:
         job = CopyJob(
             id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf")
         )
-        self.copier.submit(job)
+        self.copier.jobs.submit(job)
         return name
 
     def finish(self, names: Iterable[int]) -> None:
@@ -147,7 +142,7 @@ class Arena:
 
     def ended(self, names: set[int]) -> int:
         """How many of these jobs are complete."""
-        for result in self.copier.poll():
+        for result in self.copier.jobs.poll():
             assert result.ok, result.outcomes
             self._finished.add(result.id)
         return len(names & self._finished)

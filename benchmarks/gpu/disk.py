@@ -101,8 +101,8 @@ class DiskArena:
             deadline=end,
             files=files or {},
         )
-        self.copier.submit(job)
-        while not (results := self.copier.poll()):
+        self.copier.jobs.submit(job)
+        while not (results := self.copier.jobs.poll()):
             self.chain.poll()
             time.sleep(0.0002)
             assert time.monotonic() < end + 5, "the copier is stuck"

@@ -12,6 +12,7 @@ from typing import Any
 
 import engines.families  # noqa: F401 - adds its families to those of tiny_model
 import msgspec
+from engines.engine import connector
 
 from kvtier.vllm import tiny_model
 
@@ -206,17 +207,6 @@ def stack(
     return {**fixed, "tiers": tiers, **more}
 
 
-def of_kvtier(stack: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's settings for a stack."""
-    return {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"stack": stack},
-    }
-
-
 def transfer_config(
     contestant: str, scale: Scale, places: Places, **more: Any
 ) -> dict[str, Any] | None:
@@ -225,7 +215,7 @@ def transfer_config(
         return None
     if contestant in (KVTIER, KVTIER_MEMORY):
         disk = scale.nvme_bytes if contestant == KVTIER else 0
-        return of_kvtier(stack(places, scale.cpu_bytes, disk, **more))
+        return connector(stack(places, scale.cpu_bytes, disk, **more))
     extra: dict[str, Any] = {"cpu_bytes_to_use": scale.cpu_bytes}
     if contestant == TIERING:
         root = places.disk / "tiering"

@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from engines.engine import shared_by
+from engines.engine import kill_group
 
 _ERROR = re.compile(r"\w(Error|Exception): \S")
 Answer = dict[str, Any]
@@ -113,12 +112,7 @@ class Engine:
 
     def kill(self) -> None:
         """As `kill -9`, and all of its processes."""
-        left = shared_by(self._process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for path in left:
-            path.unlink(missing_ok=True)
+        kill_group(self._process)
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from engines.adapter import make_adapter
+from engines.engine import connector
 
 from benchmarks.gpu_engine import contestants
 from benchmarks.gpu_engine.competition import Tokens, equal
@@ -121,7 +122,7 @@ class Matrix:
             "model": str(model),
             "kv_cache_memory_bytes": 1 << 28,
             "max_num_batched_tokens": 1024,
-            "kv_transfer_config": contestants.of_kvtier(stack),
+            "kv_transfer_config": connector(stack),
         }
         arguments = scale.engine | usual | self._room() | case.arguments
         log = places.folder / "engine.log"

@@ -135,11 +135,11 @@ class Pages:
                 blocks=DeviceBlocks(ids, [len(ids)], [0]),
                 deadline=float("inf"),
             )
-            copier.submit(job)
+            copier.jobs.submit(job)
 
             def wait() -> None:
-                copier.wait([job.id])
-                (result,) = copier.poll()
+                copier.jobs.wait([job.id])
+                (result,) = copier.jobs.poll()
                 assert result.ok
 
             return wait

@@ -1,10 +1,9 @@
-"""What a copier is asked and answers, and what it asks of a device: CUDA is one, the tests' fake
+"""What a copier is given and answers, and what it asks of a device: CUDA is one, the tests' fake
 another."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,7 +40,6 @@ class CopyResult(msgspec.Struct, kw_only=True):
     """
 
     id: int
-    kind: TransferKind
     outcomes: list[Outcome]
     bytes_moved: int
     seconds: float
@@ -57,52 +55,6 @@ class CopyResult(msgspec.Struct, kw_only=True):
     def ok(self) -> bool:
         """Whether every record made it."""
         return all(outcome.ok for outcome in self.outcomes)
-
-
-class DeviceCopier(ABC):
-    """Moves records between device and host memory, in its own threads; loads before stores.
-
-    `submit` returns at once. Loads copy each record as it arrives, verified; a store is complete
-    when every record is sealed. Only bytes whose entry, header and checksum prove them reach the
-    device as OK; a load that fails may leave others in the blocks that it was to fill.
-    """
-
-    reads_files: bool = False
-    """Whether jobs may name files now."""
-    pinned: bool = True
-    """Whether host memory is pinned for the device by now, as far as that is to be had."""
-
-    @abstractmethod
-    def submit(self, job: CopyJob, mark: object = None) -> None:
-        """Queue a job, ordered after what the engine has given its device to do so far, or had
-        when `mark` was taken."""
-
-    def mark(self) -> object:
-        """How far the engine has come in what it gives its device to do."""
-        return None
-
-    def make_ready(self, seconds: float) -> bool:
-        """Wait until copies are as fast as an engine's start should wait for, but no longer than
-        this; whether they are."""
-        return True
-
-    @abstractmethod
-    def poll(self) -> list[CopyResult]:
-        """Jobs that ended since the last call; never blocks."""
-
-    @abstractmethod
-    def give_up(self, id: int) -> None:
-        """Wait no longer for those records of a load that have not arrived: they are CANCELLED;
-        and of a store copy no more than what is under way: the rest is DROPPED."""
-
-    @abstractmethod
-    def wait(self, ids: Collection[int]) -> None:
-        """Sleep until these jobs no longer touch device blocks; loads until their deadline. Not for
-        ever: what a device that hangs still touches after that is DROPPED when it ends."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what runs, cancel the rest, release everything; what hangs is left as it is."""
 
 
 # -- what the copier asks of a device with streams -------------------------------------------------

@@ -13,24 +13,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
 from kvtier.device.host_kernels import Kernels, OnePassCopies, build
 from kvtier.device.layout import Bytes, DeviceLayout, Ints
-from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
-from kvtier.device.records import (
-    Flags,
-    OtherRecords,
-    RankRecords,
-    RecordParts,
-    Sums,
-    up_to_wrong,
-)
-from kvtier.device.regroup import Regrouping
+from kvtier.device.queue import CLOSE_S, CopyBatch, DeviceCopier, JobQueue
+from kvtier.device.records import RankRecords, RecordParts, Sums, up_to_wrong
 from kvtier.record.record import Buffer, PartSum, part_sum
 from kvtier.system.calls import joined
 from kvtier.types import BlockKey, Outcome
@@ -63,8 +54,7 @@ class PageCopier:
         self, layout: DeviceLayout, arrays: Sequence[Bytes], kernels: Kernels | None = None
     ) -> None:
         self._per_chunk = layout.blocks_per_chunk
-        self._keep = arrays
-        self._one_pass = kernels and OnePassCopies(kernels, layout, arrays)
+        self.one_pass = kernels and OnePassCopies(kernels, layout, arrays)
         self._stacks = [self._stack(layout, group, arrays) for group in range(len(layout.groups))]
 
     def _stack(self, layout: DeviceLayout, group: int, arrays: Sequence[Bytes]) -> list[_Stack]:
@@ -85,7 +75,7 @@ class PageCopier:
 
     def gather(self, group: int, ids: Sequence[int], part: Buffer) -> int:
         """Copy a whole chunk's blocks to their places in a part; the checksum of the part."""
-        if self._one_pass and (found := self._one_pass.store(group, ids, part)) is not None:
+        if self.one_pass and (found := self.one_pass.store(group, ids, part)) is not None:
             return found
         for stack in self._stacks[group]:
             host = self._host(stack, part)
@@ -100,8 +90,8 @@ class PageCopier:
         its number is negative; the checksums of all parts. Copies nothing more once one is not as
         stated; a small part that is not does not begin to be copied either."""
         first = parts.of_slots.shape[1] <= _STRIP_BYTES
-        if self._one_pass:
-            sums = self._one_pass.load(group, blocks, parts, stated, verified_first=first)
+        if self.one_pass:
+            sums = self.one_pass.load(group, blocks, parts, stated, verified_first=first)
             if sums is not None:
                 return sums
         found, right = np.empty_like(stated), True
@@ -115,23 +105,13 @@ class PageCopier:
                 right = bool(found[row] == stated[row])
         return found
 
-    def takes(self, group: int, regrouping: Regrouping) -> bool:
-        """Whether it copies such records from where they lie (`scatter_others`)."""
-        return self._one_pass is not None and self._one_pass.takes(group, regrouping)
-
-    def scatter_others(self, group: int, blocks: Ints, others: OtherRecords) -> Flags:
-        """Likewise of records that another number of ranks has written: which of them are right."""
-        assert self._one_pass is not None
-        first = others.regrouping.source_bytes <= _STRIP_BYTES
-        return self._one_pass.load_others(group, blocks, others, verified_first=first)
-
     def _in_strips(self, group: int, places: Ints, part: Buffer) -> int:
         """Copy a part, and add up all of it."""
         inside = np.flatnonzero(places >= 0)
         if not len(inside):
             return part_sum(part)
         ids, skip = places[inside].tolist(), int(inside[0])
-        total, together = PartSum(len(part)), _runs(ids)
+        total, runs = PartSum(len(part)), _runs(ids)
         for stack in self._stacks[group]:
             host = self._host(stack, part)
             size = host[0].nbytes
@@ -139,24 +119,12 @@ class PageCopier:
             for first in range(0, len(host), step):
                 strip = host[first : first + step]
                 at = stack.at + first * size
-                self._scatter(stack, ids, together, skip, strip, first)
+                for start, stop in runs:
+                    block = ids[start]
+                    pages = stack.pages[block : block + stop - start, first : first + len(strip)]
+                    pages.swapaxes(0, 1)[:] = strip[:, skip + start : skip + stop]
                 total.add(part[at : at + strip.nbytes])
         return total.value()
-
-    def _scatter(
-        self,
-        stack: _Stack,
-        ids: Sequence[int],
-        together: Sequence[tuple[int, int]],
-        skip: int,
-        host: Bytes,
-        first: int,
-    ) -> None:
-        """Copy these of a stack's references, from its `first` on."""
-        for start, stop in together:
-            block = ids[start]
-            pages = stack.pages[block : block + stop - start, first : first + len(host)]
-            pages.swapaxes(0, 1)[:] = host[:, skip + start : skip + stop]
 
     def _host(self, stack: _Stack, part: Buffer) -> Bytes:
         _, refs, size = stack.pages.shape
@@ -210,7 +178,7 @@ class CpuCopier(DeviceCopier):
     ) -> None:
         self._records = records
         self._pages = PageCopier(records.layout, arrays, build())
-        self._job_queue = jobs = JobQueue(records, self._BATCH_BYTES, clock, sharers=load_threads)
+        self.jobs = jobs = JobQueue(records, self._BATCH_BYTES, clock, sharers=load_threads)
         serving = [(jobs.load, self._load)] * load_threads
         self._threads: list[threading.Thread] = []
         try:
@@ -224,20 +192,8 @@ class CpuCopier(DeviceCopier):
             self.close()
             raise
 
-    def submit(self, job: CopyJob, mark: object = None) -> None:
-        self._job_queue.submit(job)
-
-    def poll(self) -> list[CopyResult]:
-        return self._job_queue.poll()
-
-    def give_up(self, id: int) -> None:
-        self._job_queue.give_up(id)
-
-    def wait(self, ids: Collection[int]) -> None:
-        self._job_queue.wait(ids)
-
     def close(self) -> None:
-        self._job_queue.close()
+        self.jobs.close()
         if not joined(self._threads, CLOSE_S):  # what it copies stays mapped: it holds views
             logger.error("a thread that copies has not ended within %g s", CLOSE_S)
 
@@ -245,7 +201,7 @@ class CpuCopier(DeviceCopier):
         """Copy and seal records, one by one."""
         rows = zip(batch.slots, batch.keys, batch.ids.tolist(), strict=True)
         outcomes = [self._store_one(slot, key, batch.group, ids) for slot, key, ids in rows]
-        self._job_queue.finish(batch, outcomes)
+        self.jobs.finish(batch, outcomes)
 
     def _store_one(self, slot: int, key: BlockKey, group: int, ids: list[int]) -> Outcome:
         if not self._records.reserved(slot, key).ok:
@@ -255,20 +211,24 @@ class CpuCopier(DeviceCopier):
 
     def _load(self, batch: CopyBatch) -> None:
         """Verify records, and copy them up to the first of the load that is not right."""
-        work, blocks = batch.work, batch.ids
-        found = self._records.find(batch.slots, batch.keys, batch.group)
-        if not all(self._pages.takes(batch.group, each.regrouping) for each in found.others):
-            found = self._records.regrouped(found, batch.group)
+        work, group, blocks = batch.work, batch.group, batch.ids
+        found = self._records.find(batch.slots, batch.keys, group)
+        one_pass = self._pages.one_pass
+        if not (one_pass and all(one_pass.takes(group, each.regrouping) for each in found.others)):
+            found = self._records.regrouped(found, group)
         right = found.fit.copy()
         copied = up_to_wrong(right, work.failed)
         blocks[~copied] = -1
         for others in found.others:
-            here = blocks[others.rows]
-            right[others.rows] = self._pages.scatter_others(batch.group, here, others)
+            assert one_pass is not None
+            first = others.regrouping.source_bytes <= _STRIP_BYTES
+            right[others.rows] = one_pass.load_others(
+                group, blocks[others.rows], others, verified_first=first
+            )
             blocks[~up_to_wrong(right, work.failed)] = -1
         rows = np.flatnonzero(found.own)
         if len(rows):
             stated, parts = found.stated[rows], found.parts.only(rows)
-            right[rows] = self._pages.scatter(batch.group, blocks[rows], parts, stated) == stated
+            right[rows] = self._pages.scatter(group, blocks[rows], parts, stated) == stated
         copied &= up_to_wrong(right, work.failed)
-        self._job_queue.finish(batch, found.outcomes(right, copied))
+        self.jobs.finish(batch, found.outcomes(right, copied))

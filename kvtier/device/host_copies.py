@@ -91,7 +91,7 @@ class HostCopies:
         try:
             self._region.refresh(getattr(spec, "slots", ()))  # it may have grown
             ids = np.array([places[key] for key in job.reserved], np.int64)
-            self.copier.submit(
+            self.copier.jobs.submit(
                 CopyJob(
                     id=number,
                     kind=kind,

@@ -135,7 +135,7 @@ class OnePassCopies:
         size = of_group.part_bytes
         if not size or parts.of_slots.shape[1] != size or blocks.max() >= of_group.pages:
             return None
-        at = _address(parts.of_slots) + parts.slots * parts.of_slots.strides[0]
+        at = parts.addresses
         if (at % STRIPE).any():
             return None
         bases, strides, stripes = of_group.tables

@@ -145,13 +145,18 @@ class PinnedMemory:
             self._stopping, self._running = stopping, True
         try:
             return self._pin_left(stopping)
-        finally:
+        except BaseException:
             self._running = False
+            raise
 
     def _next(self) -> range | None:
-        """What is to be pinned next; None if nothing is, or can be."""
+        """What is to be pinned next; None if nothing is, or can be: whoever pins goes no further.
+        Both at once, since what comes later has to find somebody who pins it."""
         with self._changing:
-            return self._left[0][1] if self._left and not self._refused else None
+            if self._left and not self._refused:
+                return self._left[0][1]
+            self._running = False
+            return None
 
     def _pin_left(self, stopping: threading.Event) -> bool:
         behind = self._pinned < self._size
@@ -179,11 +184,20 @@ class PinnedMemory:
         with self._changing:
             self._left.extend((piece, piece) for piece in pieces)
             self._size += sum(map(len, pieces)) * self._slot_bytes
-        if self._stopping is not None and not self._running:  # else whoever pins goes on with these
-            self._more = threading.Thread(
-                target=self.pin_rest, args=[self._stopping], name="kvtier-pin", daemon=True
-            )
-            self._more.start()
+            # Else whoever pins goes on with these.
+            stopping = None if self._running else self._stopping
+            self._running |= stopping is not None
+        if stopping is None:
+            return
+        thread = threading.Thread(
+            target=self.pin_rest, args=[stopping], name="kvtier-pin", daemon=True
+        )
+        try:
+            thread.start()
+            self._more = thread
+        except RuntimeError as error:  # the system gives no more threads
+            self._running = False
+            logger.debug("%s: new CPU memory stays pageable until more of it comes", error)
 
     def drop(self, slots: range) -> None:
         """These slots are about to be unmapped; nothing copies there any more."""

@@ -1,4 +1,5 @@
-"""Jobs in, batches out, results back, between the engine and the copier's threads."""
+"""Jobs in, batches out, results back, between the engine and the copier's threads; and the copier
+as the engine knows it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,36 +42,24 @@ class Busy:
         self._waiting = 0
         self._lock = threading.Lock()
 
-    def begin(self, rows: int, now: float) -> None:
+    def count(self, now: float, running: int = 0, waiting: int = 0) -> None:
+        """From now on so many more run, or wait; the time up to now counts if something moved."""
         with self._lock:
-            self._moves(now)
-            self.running += rows
-
-    def end(self, rows: int, now: float) -> None:
-        with self._lock:
-            self._moves(now)
-            self.running -= rows
+            if self.running > self._waiting:
+                self.seconds += now - self._since
+            self._since = now
+            self.running += running
+            self._waiting += waiting
 
     @contextmanager
     def waiting(self, rows: int, clock: Callable[[], float]) -> Iterator[None]:
         """So many of those that run wait meanwhile: for a buffer, or for the engine. The link could
         do other work, so this says nothing of how fast it is."""
-        self._wait(rows, clock())
+        self.count(clock(), waiting=rows)
         try:
             yield
         finally:
-            self._wait(-rows, clock())
-
-    def _wait(self, rows: int, now: float) -> None:
-        with self._lock:
-            self._moves(now)
-            self._waiting += rows
-
-    def _moves(self, now: float) -> None:
-        """Count the time up to now, if something has moved."""
-        if self.running > self._waiting:
-            self.seconds += now - self._since
-        self._since = now
+            self.count(clock(), waiting=-rows)
 
 
 class Work:
@@ -202,13 +192,16 @@ class JobQueue:
         *,
         reads_files: bool = False,
         sharers: int = 0,
+        mark: Callable[[], Any] = lambda: None,
     ) -> None:
         """So many `sharers` are threads that share a load, each of which takes as few batches as
-        that allows; without, all batches are small."""
+        that allows; without, all batches are small. `mark` says how far the engine has come in what
+        it gives its device to do."""
         self._records = records
         self.layout = layout = records.layout
         self._sharers = sharers
         self._reads_files = reads_files
+        self.mark = mark
         self.clock = clock
         self._at_once = [max(1, batch_bytes // size) for size in layout.part_bytes]
         self._lock = threading.Lock()
@@ -235,7 +228,8 @@ class JobQueue:
     # -- the engine's side -----------------------------------------------------------------
 
     def submit(self, job: CopyJob, mark: Any = None) -> None:
-        """Queue a job; raises ValueError on one that cannot be."""
+        """Queue a job, ordered after what the engine has given its device to do so far, or had
+        when `mark` was taken; returns at once. Raises ValueError on one that cannot be."""
         chunks = cut(self.layout, job.blocks)
         if not len(chunks) == len(job.keys) == len(job.slots):
             raise ValueError(f"{len(job.keys)} keys and {len(job.slots)} slots for {len(chunks)}")
@@ -244,7 +238,7 @@ class JobQueue:
         groups = [self.layout.key_groups[group] for group in chunks.groups]
         if [group_of(key) for key in job.keys] != groups:
             raise ValueError("the keys are of other groups than the blocks")
-        work = Work(job, chunks, mark, self.clock())
+        work = Work(job, chunks, self.mark() if mark is None else mark, self.clock())
         if not work.loading:
             work.drop_holes()
         with self._lock:
@@ -255,7 +249,7 @@ class JobQueue:
             self._wake()
 
     def poll(self) -> list[CopyResult]:
-        """Jobs that ended since the last call."""
+        """Jobs that ended since the last call; never blocks."""
         with self._lock:
             results, self._results = self._results, []
         return results
@@ -273,7 +267,8 @@ class JobQueue:
                 self._settle(work)
 
     def wait(self, ids: Collection[int]) -> None:
-        """Sleep until these jobs no longer touch the device, or have been given up."""
+        """Sleep until these jobs no longer touch device blocks; loads until their deadline. Not for
+        ever: what a device that hangs still touches after that is DROPPED when it ends."""
         with self._lock:
             self._awaited = ids
             self._wake()
@@ -337,7 +332,7 @@ class JobQueue:
                 self._sleep(take)
             if take == self.load:
                 self._lookout.notify()  # somebody else may have to look out now
-            batch.busy.begin(len(batch.rows), self.clock())
+            batch.busy.count(self.clock(), len(batch.rows))
             batch.work.holding += len(batch.rows)
             return batch
 
@@ -389,11 +384,8 @@ class JobQueue:
         for work in list(self._loads):
             if work.failed:
                 self._expire(work)
-            rows = self._arrived(work)
-            if rows:
-                for row in rows:
-                    work.waiting.remove(row)
-                return CopyBatch(work, rows)
+            if (batch := self._arrived(work)) is not None:
+                return batch
             self._expire(work)
         return None
 
@@ -408,10 +400,7 @@ class JobQueue:
         """Rows of the oldest store; of one that the engine waits for, if there is one."""
         for work in sorted(self._stores, key=lambda work: work.job.id not in self._awaited):
             if work.waiting:
-                rows = self._alike(work, work.waiting, self._at_once)
-                for row in rows:
-                    work.waiting.remove(row)
-                return CopyBatch(work, rows)
+                return self._batch_of(work, work.waiting, self._at_once)
         return None
 
     def store_after_loads(self) -> CopyBatch | None:
@@ -463,7 +452,7 @@ class JobQueue:
             if batch.ended:
                 return
             batch.ended = True
-            batch.busy.end(len(batch.rows), self.clock())
+            batch.busy.count(self.clock(), -len(batch.rows))
             self._release(batch)
             for row, outcome, size in rows:
                 if batch.overtaken:
@@ -499,13 +488,13 @@ class JobQueue:
             work.waiting.extend(looked_at)
         work.failed = True
 
-    def _arrived(self, work: Work) -> list[int]:
-        """The first waiting rows whose records have arrived, or never will: a batch of them."""
+    def _arrived(self, work: Work) -> CopyBatch | None:
+        """The first waiting rows whose records have arrived, or never will, if there are any."""
         at_once = self._at_once
         if self._sharers:
             share = len(work.waiting) // self._sharers
             at_once = [max(rows, min(share, rows * self._SHARE_BATCHES)) for rows in at_once]
-        return self._alike(work, self._ready(work), at_once)
+        return self._batch_of(work, self._ready(work), at_once)
 
     def _ready(self, work: Work) -> Iterator[int]:
         """Those rows, until so many have been seen that are still on their way."""
@@ -523,8 +512,11 @@ class JobQueue:
             return {row for row in work.waiting if self._records.pending(work.job.slots[row])}
         return set(work.waiting)
 
-    def _alike(self, work: Work, rows: Iterable[int], at_once: Sequence[int]) -> list[int]:
-        """The first of these, as many as are of one group and are handed out at once."""
+    def _batch_of(
+        self, work: Work, rows: Iterable[int], at_once: Sequence[int]
+    ) -> CopyBatch | None:
+        """The first of these waiting rows, as many as are of one group and are handed out at once;
+        they wait no longer."""
         batch: list[int] = []
         for row in rows:
             if batch and work.chunks.groups[row] != work.chunks.groups[batch[0]]:
@@ -532,7 +524,9 @@ class JobQueue:
             batch.append(row)
             if len(batch) == at_once[work.chunks.groups[row]]:
                 break
-        return batch
+        for row in batch:
+            work.waiting.remove(row)
+        return CopyBatch(work, batch) if batch else None
 
     def _settle(self, work: Work) -> None:
         """Turn a job that has ended into its result."""
@@ -542,7 +536,6 @@ class JobQueue:
         self._results.append(
             CopyResult(
                 id=work.job.id,
-                kind=work.job.kind,
                 outcomes=work.outcomes,
                 bytes_moved=work.moved,
                 seconds=self.clock() - work.started,
@@ -552,3 +545,28 @@ class JobQueue:
             )
         )
         self._done.notify_all()
+
+
+class DeviceCopier(ABC):
+    """Moves records between device and host memory, in its own threads; loads before stores.
+
+    Loads copy each record as it arrives, verified; a store is complete when every record is sealed.
+    Only bytes whose entry, header and checksum prove them reach the device as OK; a load that fails
+    may leave others in the blocks that it was to fill.
+    """
+
+    jobs: JobQueue
+    """What the engine's thread calls."""
+    reads_files: bool = False
+    """Whether jobs may name files now."""
+    pinned: bool = True
+    """Whether host memory is pinned for the device by now, as far as that is to be had."""
+
+    def make_ready(self, seconds: float) -> bool:
+        """Wait until copies are as fast as an engine's start should wait for, but no longer than
+        this; whether they are."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs, cancel the rest, release everything; what hangs is left as it is."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.device.layout import Bytes, DeviceLayout, Ints
 from kvtier.device.regroup import Regrouping
+from kvtier.interfaces.handler import HostSlots
 from kvtier.record.record import (
     ALIGN,
     HEADER_BYTES,
@@ -34,29 +35,10 @@ Flags = npt.NDArray[np.bool_]
 Sums = npt.NDArray[np.uint64]
 
 
-class Host(Protocol):
-    """Host memory in numbered slots, each with an entry in a table."""
-
-    data: Buffer
-    """All slots, in place, one behind the other."""
-
-    def record(self, slot: int) -> Buffer:
-        """A slot's record, in place."""
-
-    def state(self, slot: int) -> int:
-        """The state byte of a slot's entry."""
-
-    def entry(self, slot: int) -> bytes:
-        """A slot's entry as it stands."""
-
-    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-        """The entries of some slots as they stand."""
-
-
 class RankRecords:
     """The records of a namespace in host memory, as one rank uses them."""
 
-    def __init__(self, layout: DeviceLayout, host: Host, namespace: bytes) -> None:
+    def __init__(self, layout: DeviceLayout, host: HostSlots, namespace: bytes) -> None:
         self.layout = layout
         self._host = host
         self._namespace = namespace
@@ -67,13 +49,10 @@ class RankRecords:
         self._regroupings: dict[tuple[int, int], Regrouping | None] = {}
         """Of a group's records, by how many parts they have."""
 
-    def addresses(self, slots: Sequence[int]) -> Ints:
-        """Where the records of these slots lie."""
-        return self._first_at + self._slot_bytes * np.array(slots, np.int64)
-
     def part_addresses(self, slots: Sequence[int], group: int) -> Ints:
-        """Where this rank's parts of them lie."""
-        return self.addresses(slots) + self.layout.part_at(group)
+        """Where this rank's parts of the records in these slots lie."""
+        first = self._first_at + self.layout.part_at(group)
+        return first + self._slot_bytes * np.array(slots, np.int64)
 
     def part(self, slot: int, group: int) -> Buffer:
         """This rank's part of a record, in place."""
@@ -250,7 +229,7 @@ class OtherRecords(NamedTuple):
 class FoundRecords(NamedTuple):
     """Records of a batch, as they were when they were first looked at."""
 
-    host: Host
+    host: HostSlots
     slots: Ints
     parts: RecordParts
     entries: npt.NDArray[np.void]

@@ -79,13 +79,11 @@ class HostHandler(Handler):
         it may go on."""
 
 
-class HostRegion(Protocol):
-    """Host memory in numbered slots that several processes of one engine map. Slots come and go
-    with the slabs that the engine owns, or finds at its neighbours."""
+class HostSlots(Protocol):
+    """Host memory in numbered slots, each with an entry in a table."""
 
-    path: Path
     data: Buffer
-    """All slots, in place."""
+    """All slots, in place, one behind the other."""
 
     def record(self, slot: int) -> Buffer:
         """A slot's record, in place."""
@@ -98,6 +96,13 @@ class HostRegion(Protocol):
 
     def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
         """The entries of some slots as they stand."""
+
+
+class HostRegion(HostSlots, Protocol):
+    """Slots that several processes of one engine map. They come and go with the slabs that the
+    engine owns, or finds at its neighbours."""
+
+    path: Path
 
     @property
     def namespace(self) -> bytes:

@@ -12,7 +12,6 @@ import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.record.record import VERSION as RECORD_VERSION
 from kvtier.sglang import TESTED
-from kvtier.weight_fingerprints import weights_of
+from kvtier.weight_fingerprints import BY_LENGTH, weights_of, whole_name
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +46,6 @@ _CALLS = {
     "clear": (),
 }
 """What SGLang calls of a storage backend, and how."""
-_BY_LENGTH = ("longrope", "llama4")
-"""What stands in the configuration of models that are computed in another way if they are served
-with long prompts: even the short ones."""
 _SETTINGS = (
     *("load_format", "model_loader_extra_config", "model_impl", "json_model_override_args"),
     *("quantization", "quantization_param_path"),
@@ -105,10 +101,8 @@ def watch_weights(updater: type, *, attached_late: bool) -> None:
             "kvtier was attached to an engine that runs, which may have taken other weights",
             "start the engine with --hicache-storage-backend dynamic",
         )
-    for name in _WATCHED:
-        method = getattr(updater, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(updater, name, _noticed(method))
+    for name in _WATCHED:  # for each rank of a process anew, which changes nothing
+        setattr(updater, name, _noticed(getattr(updater, name)))
 
 
 def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +170,7 @@ def facts_of(
         model_loader_extra_config=arguments.model_loader_extra_config,
     )
     return {
-        "model": _whole_name(arguments.model_path),
+        "model": whole_name(arguments.model_path),
         "model_config": _configuration(model),
         "weights": f"called {weights}" if weights else _fingerprints(arguments, load),
         "dtype": str(model.dtype),
@@ -205,7 +199,7 @@ def _configuration(model: Any) -> str:
     text = model.hf_config.to_json_string(use_diff=False)
     configured = json.loads(text)
     configured.pop("_name_or_path", None)
-    if not any(word in text for word in _BY_LENGTH):
+    if not any(word in text for word in BY_LENGTH):
         configured.pop("context_len", None)
     return hashlib.sha256(json.dumps(configured, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -232,9 +226,3 @@ def _platform(device: str) -> str:
     if device == "cpu":
         return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return str(torch.get_device_module(device).get_device_name())
-
-
-def _whole_name(model: str) -> str:
-    """`./model` is another one wherever it is said, and so its whole path is meant."""
-    path = Path(model)
-    return str(path.absolute()) if path.exists() else model

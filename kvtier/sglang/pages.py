@@ -303,7 +303,7 @@ class PageStore:
             number = next(self._ids)
             job = self._copies.begin(number, kind, by_group, f"pages-{number}", end)
         while not job.ended:
-            self._copies.copier.wait([number])
+            self._copies.copier.jobs.wait([number])
             with self._lock:
                 self._collect()
             if not job.ended:  # a copy hangs
@@ -318,7 +318,7 @@ class PageStore:
         return job.copied
 
     def _collect(self) -> None:
-        for result in self._copies.copier.poll():
+        for result in self._copies.copier.jobs.poll():
             self._copies.end(result)
 
     def _poll(self) -> None:

@@ -172,7 +172,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def _collect(self) -> None:
-        for result in self._copies.copier.poll():
+        for result in self._copies.copier.jobs.poll():
             if not self._take(result):
                 self._finish(result.id, ok=False)
 
@@ -262,7 +262,7 @@ class KVTierSecondary(tiering.SecondaryTierManager):  # type: ignore[misc]
         """vLLM resets its caches, and calls this for nothing else."""
         with self._lock:
             under_way = list(self._jobs)
-        self._copies.copier.wait(under_way)
+        self._copies.copier.jobs.wait(under_way)
         with self._lock:
             self._collect()
             self._stale = False

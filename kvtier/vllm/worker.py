@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier, host_arrays
 from kvtier.device.cuda import device as cuda_device
 from kvtier.device.direct import DirectAccess, KvikioDriver, probe
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, HeadShape
 from kvtier.device.pacing import EngineSteps
 from kvtier.device.pinned import PinPlan
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.errors import KVTierError
 from kvtier.interfaces.handler import HostRegion
@@ -137,33 +138,27 @@ class RankWorker:
 
     # -- jobs ------------------------------------------------------------------------------
 
-    def store(self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks) -> None:
-        """Copy blocks out of the device; reported later, like everything that goes wrong."""
-        self._submit(job_id, worker_job, blocks, TransferKind.STORE)
-
-    def load(
-        self, job_id: int, worker_job: WorkerJob, blocks: DeviceBlocks, mark: object = None
-    ) -> None:
-        """Copy blocks into the device as they arrive in the region, after what the engine had given
-        its device to do when the mark was taken, or has by now."""
-        if any(s == NO_SLOT and i not in worker_job.files for i, s in enumerate(worker_job.slots)):
-            self._fail(job_id, worker_job, Outcome.DROPPED)
-            return
-        self._submit(job_id, worker_job, blocks, TransferKind.LOAD, mark)
-
     def mark(self) -> object:
         """Called when the engine is about to compute: whether to begin loads before it has, and
         after what. None where it may yet write to the blocks that it has found for them."""
-        return self._copier.mark() if self._writes_first and self._copier is not None else None
+        copier = self._copier
+        return copier.jobs.mark() if self._writes_first and copier is not None else None
 
-    def _submit(
+    def begin(
         self,
+        kind: TransferKind,
         job_id: int,
         worker_job: WorkerJob,
         blocks: DeviceBlocks,
-        kind: TransferKind,
         mark: object = None,
     ) -> None:
+        """Copy blocks out of the device, or into it as they arrive in the region, after what the
+        engine had given its device to do when the mark was taken, or has by now. Reported later,
+        like everything that goes wrong."""
+        slots, files = worker_job.slots, worker_job.files
+        if any(slot == NO_SLOT and at not in files for at, slot in enumerate(slots)):
+            self._fail(job_id, worker_job, Outcome.DROPPED)
+            return
         try:
             copier = self._open(worker_job.region, worker_job.geometry)
             if kind is TransferKind.STORE and not self._share.writes:
@@ -172,16 +167,16 @@ class RankWorker:
                 return
             self._numbers[job_id] = (worker_job.number, kind)
             if self._region is not None:
-                self._region.refresh([slot for slot in worker_job.slots if slot != NO_SLOT])
-            copier.submit(
+                self._region.refresh([slot for slot in slots if slot != NO_SLOT])
+            copier.jobs.submit(
                 CopyJob(
                     id=job_id,
                     kind=kind,
                     keys=worker_job.keys,
-                    slots=worker_job.slots,
+                    slots=slots,
                     blocks=blocks,
                     deadline=worker_job.deadline,
-                    files=worker_job.files,
+                    files=files,
                 ),
                 mark,
             )
@@ -206,7 +201,7 @@ class RankWorker:
         """Wait no longer for what has not arrived of a worker job's load."""
         for job_id, (each, _) in self._numbers.items():
             if each == number and self._copier is not None:
-                self._copier.give_up(job_id)
+                self._copier.jobs.give_up(job_id)
 
     def abandon(self, job_id: int, worker_job: WorkerJob) -> None:
         """Report that a job failed which the copier does not have."""
@@ -221,7 +216,7 @@ class RankWorker:
             return []
         ended, self._ended = self._ended, []
         if self._copier is not None:
-            ended += [self._report(result) for result in self._copier.poll()]
+            ended += [self._report(result) for result in self._copier.jobs.poll()]
         return ended
 
     def _report(self, result: CopyResult) -> EndedJob:
@@ -257,13 +252,13 @@ class RankWorker:
         self._overtaken |= lost
         if self._copier is not None:
             for each in lost:
-                self._copier.give_up(each)
+                self._copier.jobs.give_up(each)
         self.wait(set(job_ids) - lost)
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these jobs no longer touch device blocks."""
         if self._copier is not None:
-            self._copier.wait(job_ids)
+            self._copier.jobs.wait(job_ids)
 
     # -- the region ------------------------------------------------------------------------
 
@@ -298,7 +293,7 @@ class RankWorker:
         """End the copier and let go of the region."""
         if self._copier is not None:
             self._copier.close()
-            self._ended += [self._report(result) for result in self._copier.poll()]
+            self._ended += [self._report(result) for result in self._copier.jobs.poll()]
             self._copier = None
         if self._region is not None:
             self._region.close()

@@ -10,11 +10,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, keys_of
 from support.device.fake_device import FakeDevice
 
-from kvtier.device.copier import CopyJob, DeviceCopier
+from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
-from kvtier.device.queue import GIL_KEPT_S, JobQueue
+from kvtier.device.queue import GIL_KEPT_S, DeviceCopier, JobQueue
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.slab import layout as table
@@ -65,8 +65,8 @@ class Setting:
             assert self.copier.prepared.wait(HANGS_S)
         self.keys = keys_of(ROWS)
         self._submit(TransferKind.STORE)
-        while not self.copier.poll():
-            self.copier.wait([0])
+        while not self.copier.jobs.poll():
+            self.copier.jobs.wait([0])
         self.host.forget()
         self._submit(TransferKind.LOAD)
 
@@ -74,7 +74,7 @@ class Setting:
         """All records, which are reserved, or still arriving."""
         for slot, key in enumerate(self.keys):
             self.host.put(slot, key, table.RESERVED)
-        self.copier.submit(
+        self.copier.jobs.submit(
             CopyJob(
                 id=0,
                 kind=kind,

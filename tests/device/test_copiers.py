@@ -6,28 +6,26 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, jobs, keys_of, pages, worlds
 from support.device.fake_device import FakeDevice, FakeMemory
 
-from kvtier.backends.cpu.memory import Arena
 from kvtier.device import cpu as cpu_copier
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda import copier as cuda_copier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef, cut
-from kvtier.device.queue import JobQueue
-from kvtier.device.records import Host, RankRecords
+from kvtier.device.queue import DeviceCopier, JobQueue
+from kvtier.device.records import RankRecords
+from kvtier.interfaces.handler import HostSlots
 from kvtier.interfaces.mover import TransferKind
-from kvtier.record.record import HEADER_BYTES, Buffer, Header, record_bytes, verify
+from kvtier.record.record import HEADER_BYTES, Header, verify
 from kvtier.slab import layout as table
 from kvtier.types import BlockKey, Outcome
 
@@ -41,7 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def open_copier(
-    kind: str, world: World, host: Host, namespace: bytes = NAMESPACE, **more: Any
+    kind: str, world: World, host: HostSlots, namespace: bytes = NAMESPACE, **more: Any
 ) -> DeviceCopier:
     if kind == "cpu":
         return CpuCopier(RankRecords(world.layout, host, namespace), world.arrays(), **more)
@@ -55,16 +53,16 @@ def open_copier(
 def run(copier: DeviceCopier, *each: CopyJob) -> list[CopyResult]:
     """Jobs to their ends."""
     for job in each:
-        copier.submit(job)
+        copier.jobs.submit(job)
     return ended(copier, *(job.id for job in each))
 
 
 def ended(copier: DeviceCopier, *ids: int) -> list[CopyResult]:
     """The ends of jobs, which come after what an engine waits for."""
-    copier.wait(ids)
+    copier.jobs.wait(ids)
     results: list[CopyResult] = []
     while len(results) < len(ids):
-        results += copier.poll()
+        results += copier.jobs.poll()
     return results
 
 
@@ -267,34 +265,6 @@ def test_a_slot_replaced_during_the_copy_is_gone(
     assert not result.ok
 
 
-class Popular(MemoryHost):
-    """Its blocks are asked for by others while they are being copied."""
-
-    def record(self, slot: int) -> memoryview:
-        self._use()
-        return super().record(slot)
-
-    @property
-    def data(self) -> memoryview:
-        self._use()
-        return super().data
-
-    def _use(self) -> None:
-        for slot, entry in enumerate(self.entries):
-            uses = table.add_uses(entry, 1, at=1_000_000)
-            after = table.USES_AT + len(uses)
-            self.entries[slot] = entry[: table.USES_AT] + uses + entry[after:]
-
-
-def test_a_block_that_others_use_during_the_copy_is_still_the_same(world: World, kind: str) -> None:
-    host = Popular(world.layout, 8)
-    copier = open_copier(kind, world, host)
-    keys = filled(copier, host, 2)
-    (result,) = run(copier, job_of(LOAD, onto(2), keys[:1]))
-    copier.close()
-    assert result.ok
-
-
 def test_a_store_into_a_slot_that_is_not_reserved_writes_nothing(
     copier: DeviceCopier, host: MemoryHost
 ) -> None:
@@ -312,15 +282,15 @@ def test_records_are_loaded_as_they_arrive(
     keys = filled(copier, host)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.RESERVED)
-    copier.submit(job_of(LOAD, onto(8), keys))
+    copier.jobs.submit(job_of(LOAD, onto(8), keys))
     host.put(3, keys[3], table.ARRIVED)
     page = slice(16 * 4096 + 6 * 4096, 16 * 4096 + 7 * 4096)
     while not (world.memory[page] == world.memory[6 * 4096 : 7 * 4096]).all():
-        assert not copier.poll()
+        assert not copier.jobs.poll()
     for slot in (1, 0, 2):
         host.put(slot, keys[slot], table.ARRIVED)
-    copier.wait([1])
-    (result,) = copier.poll()
+    copier.jobs.wait([1])
+    (result,) = copier.jobs.poll()
     assert result.ok
 
 
@@ -330,12 +300,12 @@ def test_an_arrival_that_failed_fails_the_load_and_cancels_the_rest(
     keys = filled(copier, host)
     for slot in (1, 2, 3):
         host.put(slot, keys[slot], table.RESERVED)
-    copier.submit(job_of(LOAD, onto(8), keys))
+    copier.jobs.submit(job_of(LOAD, onto(8), keys))
     while not (world.memory[16 * 4096 : 18 * 4096] == world.memory[: 2 * 4096]).all():
-        assert not copier.poll()
+        assert not copier.jobs.poll()
     host.put(1, keys[1], table.FAILED)
-    copier.wait([1])
-    (result,) = copier.poll()
+    copier.jobs.wait([1])
+    (result,) = copier.jobs.poll()
     assert result.outcomes == [
         Outcome.OK,
         Outcome.IO_ERROR,
@@ -373,11 +343,11 @@ def test_an_arrival_that_is_too_late_times_out(world: World, host: MemoryHost, k
     copier = open_copier(kind, world, host, clock=lambda: now[0])
     keys = filled(copier, host, 2)
     host.put(1, keys[1], table.RESERVED)
-    copier.submit(job_of(LOAD, onto(4), keys, deadline=5.0))
-    assert copier.poll() == []
+    copier.jobs.submit(job_of(LOAD, onto(4), keys, deadline=5.0))
+    assert copier.jobs.poll() == []
     now[0] = 5.0
-    copier.wait([1])
-    (result,) = copier.poll()
+    copier.jobs.wait([1])
+    (result,) = copier.jobs.poll()
     copier.close()
     assert result.outcomes == [Outcome.OK, Outcome.TIMEOUT]
 
@@ -389,11 +359,11 @@ def test_a_load_that_is_given_up_waits_for_nothing_more(
     keys = filled(copier, host, 3)
     for row in (1, 2):
         host.put(row, keys[row], table.RESERVED)
-    copier.submit(job_of(LOAD, onto(6), keys))
-    copier.submit(job_of(LOAD, onto(4), keys[:2], id=2))
-    copier.give_up(9)
-    assert copier.poll() == [], "that is none of these"
-    copier.give_up(1)
+    copier.jobs.submit(job_of(LOAD, onto(6), keys))
+    copier.jobs.submit(job_of(LOAD, onto(4), keys[:2], id=2))
+    copier.jobs.give_up(9)
+    assert copier.jobs.poll() == [], "that is none of these"
+    copier.jobs.give_up(1)
     (result,) = ended(copier, 1)
     assert result.outcomes[1:] == [Outcome.CANCELLED] * 2
     host.put(1, keys[1], table.ARRIVED)
@@ -407,8 +377,8 @@ def test_a_load_of_which_all_has_arrived_is_not_given_up(
 ) -> None:
     copier = open_copier(kind, world, host)
     keys = filled(copier, host, 2)
-    copier.submit(job_of(LOAD, onto(4), keys))
-    copier.give_up(1)
+    copier.jobs.submit(job_of(LOAD, onto(4), keys))
+    copier.jobs.give_up(1)
     (result,) = ended(copier, 1)
     copier.close()
     assert result.ok
@@ -420,12 +390,12 @@ def test_close_cancels_what_has_not_begun(world: World, kind: str) -> None:
     keys = keys_of(2)
     for slot, key in enumerate(keys):
         host.put(slot, key, table.RESERVED)
-    copier.submit(job_of(LOAD, onto(4), keys))
+    copier.jobs.submit(job_of(LOAD, onto(4), keys))
     copier.close()
-    (result,) = copier.poll()
+    (result,) = copier.jobs.poll()
     assert result.outcomes == [Outcome.CANCELLED] * 2
-    copier.submit(job_of(LOAD, onto(4), keys, id=2))
-    assert [late.outcomes for late in copier.poll()] == [[Outcome.CANCELLED] * 2]
+    copier.jobs.submit(job_of(LOAD, onto(4), keys, id=2))
+    assert [late.outcomes for late in copier.jobs.poll()] == [[Outcome.CANCELLED] * 2]
 
 
 def test_a_slot_that_is_not_there_is_a_failure_not_an_exception(
@@ -512,7 +482,7 @@ def hanging_store(copier: DeviceCopier, host: Gated) -> list[BlockKey]:
     keys = filled(copier, host, 2)
     host.put(1, keys[1], table.RESERVED)
     host.held = 1
-    copier.submit(job_of(STORE, onto(2), keys[1:], slots=[1], id=2))
+    copier.jobs.submit(job_of(STORE, onto(2), keys[1:], slots=[1], id=2))
     assert host.reached.wait(60)
     return keys
 
@@ -527,13 +497,15 @@ def test_the_engine_waits_for_no_store_for_ever(
     keys = hanging_store(copier, host)
     with monkeypatch.context() as patch:
         patch.setattr(JobQueue, "_WAIT_S", 0.0)
-        copier.wait([2])
+        copier.jobs.wait([2])
     world.memory[:] = 0
-    assert copier.poll() == [], "the thread may still write to the slot"
+    assert copier.jobs.poll() == [], "the thread may still write to the slot"
     assert "given up" in caplog.text
-    copier.submit(job_of(LOAD, onto(2), keys[:1], id=3))
-    copier.wait([3])
-    assert [each.outcomes for each in copier.poll()] == [[Outcome.CANCELLED]], "it is not to hang"
+    copier.jobs.submit(job_of(LOAD, onto(2), keys[:1], id=3))
+    copier.jobs.wait([3])
+    assert [each.outcomes for each in copier.jobs.poll()] == [[Outcome.CANCELLED]], (
+        "it is not to hang"
+    )
     host.gate.set()
     assert ended(copier, 2)[0].outcomes == [Outcome.DROPPED]
     assert run(copier, job_of(LOAD, onto(2), keys[:1]))[0].ok
@@ -555,77 +527,3 @@ def test_close_does_not_wait_for_a_thread_for_ever(
     assert not released, "the thread may still use what would be released"
     host.gate.set()
     ended(copier, 2)
-
-
-def test_wrong_counts_are_the_callers_mistake(copier: DeviceCopier) -> None:
-    with pytest.raises(ValueError, match="2 keys"):
-        copier.submit(job_of(LOAD, onto(2), keys_of(2)))
-
-
-def test_keys_of_another_group_are_refused(copier: DeviceCopier) -> None:
-    with pytest.raises(ValueError, match="other groups"):
-        copier.submit(job_of(LOAD, onto(2), keys_of(1, groups=[1])))
-
-
-def test_an_empty_job_ends_at_once(copier: DeviceCopier) -> None:
-    (result,) = run(copier, job_of(LOAD, onto(0), []))
-    assert result.ok
-    assert result.bytes_moved == 0
-
-
-class SlabHost:
-    """One slab, as the processes of an engine map it."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self._arena = Arena(64, size, 1)
-        header = table.SlabHeader(
-            slots=8, slot_bytes=size, data_at=0, slab_id=1, namespace=NAMESPACE
-        )
-        with (folder / "data").open("w+b") as data, (folder / "table").open("w+b") as entries:
-            data.truncate(header.data_end)
-            entries.truncate(header.table_bytes)
-            fds = data.fileno(), entries.fileno()
-            self._arena.map(0, header, fds, 0, writable=True)
-        self.data, self.table, self._size = self._arena.data, self._arena.table, size
-
-    def record(self, slot: int) -> Buffer:
-        return self.data[slot * self._size : (slot + 1) * self._size]
-
-    def state(self, slot: int) -> int:
-        return self.table[table.entry_at(slot)]
-
-    def entry(self, slot: int) -> bytes:
-        at = table.entry_at(slot)
-        return bytes(self.table[at : at + table.ENTRY_BYTES])
-
-    def entries_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-        found: npt.NDArray[np.void] = self._arena.entries()[slots]
-        return found
-
-
-def test_two_ranks_write_one_record_in_a_slab(tmp_path: Path, kind: str) -> None:
-    """Each rank copies and seals its own part; together they make one record that proves itself."""
-    tensors = (DeviceTensor(0, 8, 4096, 4096),)
-    ranks = [DeviceLayout(tensors, ((PageRef(0, 4096),),), 2, part, 2) for part in range(2)]
-    size = record_bytes(ranks[0].group_bytes[0])
-    region = SlabHost(tmp_path, size)
-    key = keys_of(1)[0]
-    at = table.entry_at(3)
-    entry = table.pack_entries(table.RESERVED, [key], 1, 0)
-    region.table[at : at + table.ENTRY_BYTES] = entry
-    memories = [np.full(8 * 4096, rank + 1, np.uint8) for rank in range(2)]
-    copiers = [
-        open_copier(kind, World(layout, memory), region)
-        for layout, memory in zip(ranks, memories, strict=True)
-    ]
-    blocks = DeviceBlocks(np.array([4, 5]), [2], [0])
-    for copier in copiers:
-        assert run(copier, job_of(STORE, blocks, [key], slots=[3]))[0].ok
-    region.table[at] = table.VALID
-    assert verify(region.record(3), key, NAMESPACE) is Outcome.OK
-    for copier, memory in zip(copiers, memories, strict=True):
-        wanted = memory.copy()
-        memory[4 * 4096 : 6 * 4096] = 0
-        assert run(copier, job_of(LOAD, blocks, [key], slots=[3]))[0].ok
-        assert (memory == wanted).all()
-        copier.close()

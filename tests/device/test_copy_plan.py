@@ -120,13 +120,6 @@ def test_groups_must_use_something_and_all_have_a_name_or_none() -> None:
             DeviceLayout(tensors, groups, group_ids=names)
 
 
-def test_a_record_is_as_long_as_all_parts_of_it() -> None:
-    layout = DeviceLayout(
-        (DeviceTensor(0, 4, 8, 8),), ((PageRef(0, 8),), (PageRef(0, 4),)), 2, 0, 2
-    )
-    assert layout.group_bytes == (32, 16)
-
-
 @given(st.data())
 def test_ranks_with_fewer_layers_take_as_much_room(data: st.DataObject) -> None:
     """What each page is in the record stays where it was; the rest is the last one again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,23 +73,23 @@ def test_stores_let_loads_go_first(monkeypatch: Any) -> None:
     copier = CpuCopier(RankRecords(world.layout, host, NAMESPACE), world.arrays(), load_threads=1)
     for slot in (0, 1):
         host.put(slot, keys[slot], table.RESERVED)
-    copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
-    copier.wait([1])
+    copier.jobs.submit(job_of(TransferKind.STORE, 1, [0, 1], keys[:2], 0))
+    copier.jobs.wait([1])
     for slot in (0, 1):
         host.put(slot, keys[slot], table.VALID)
     for slot in (2, 3, 4):
         host.put(slot, keys[slot], table.RESERVED)
     host.order.clear()
     host.slot = 2
-    copier.submit(job_of(TransferKind.STORE, 2, [2, 3, 4], keys[2:], 8))
+    copier.jobs.submit(job_of(TransferKind.STORE, 2, [2, 3, 4], keys[2:], 8))
     host.reached.wait()
-    copier.submit(job_of(TransferKind.LOAD, 3, [0, 1], keys[:2], 16))
-    copier.wait([3])
+    copier.jobs.submit(job_of(TransferKind.LOAD, 3, [0, 1], keys[:2], 16))
+    copier.jobs.wait([3])
     assert host.order == [2, 0, 1]
     host.open.set()
-    copier.wait([2])
+    copier.jobs.wait([2])
     assert host.order == [2, 0, 1, 3, 4]
-    assert all(result.ok for result in copier.poll())
+    assert all(result.ok for result in copier.jobs.poll())
     copier.close()
 
 
@@ -140,33 +141,31 @@ def test_a_bit_that_flipped_is_found_in_what_is_copied_in_strips(monkeypatch: An
         for slot, key in enumerate(keys):
             host.put(slot, key, state)
         if state == table.RESERVED:
-            copier.submit(job_of(TransferKind.STORE, 1, [0, 1], keys, 0))
-            copier.wait([1])
-    assert [result.ok for result in copier.poll()] == [True]
+            copier.jobs.submit(job_of(TransferKind.STORE, 1, [0, 1], keys, 0))
+            copier.jobs.wait([1])
+    assert [result.ok for result in copier.jobs.poll()] == [True]
     host.record(1)[at] ^= 1
-    copier.submit(job_of(TransferKind.LOAD, 2, [0, 1], keys, 16))
-    copier.wait([2])
+    copier.jobs.submit(job_of(TransferKind.LOAD, 2, [0, 1], keys, 16))
+    copier.jobs.wait([2])
     copier.close()
-    (result,) = copier.poll()
+    (result,) = copier.jobs.poll()
     assert result.outcomes == [Outcome.OK, Outcome.CORRUPT]
-
-
-class Named:
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
 
 
 def test_a_layout_is_read_from_canonical_caches() -> None:
     """A packed tensor of two layers, the second of which has padded pages; two groups share it."""
     memory = np.arange(8 * 96, dtype=np.int64).astype(np.int8).reshape(8, 96)
-    caches = Named(
+    caches = SimpleNamespace(
         tensors=[
-            Named(tensor=Tensor(memory[:, :32]), page_size_bytes=32),
-            Named(tensor=Tensor(memory[:, 32:]), page_size_bytes=64),
+            SimpleNamespace(tensor=Tensor(memory[:, :32]), page_size_bytes=32),
+            SimpleNamespace(tensor=Tensor(memory[:, 32:]), page_size_bytes=64),
         ],
         group_data_refs=[
-            [Named(tensor_idx=0, page_size_bytes=32), Named(tensor_idx=1, page_size_bytes=60)],
-            [Named(tensor_idx=1, page_size_bytes=64)],
+            [
+                SimpleNamespace(tensor_idx=0, page_size_bytes=32),
+                SimpleNamespace(tensor_idx=1, page_size_bytes=60),
+            ],
+            [SimpleNamespace(tensor_idx=1, page_size_bytes=64)],
         ],
     )
     layout = DeviceLayout.of_caches(caches, 2)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.device import pinned as pinned
+from kvtier.device import pinned
 from kvtier.device.pacing import SHARE, EngineSteps
 from kvtier.device.pinned import PinnedMemory, PinPlan
 
@@ -195,6 +195,47 @@ def test_closing_leaves_what_takes_long_to_the_end_of_the_process() -> None:
     assert engine.returned == 4
     with pytest.raises(BufferError):
         engine.memory.close()
+
+
+def test_a_slab_that_comes_when_all_others_have_just_been_pinned_is_pinned_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(slot_s=1e-5)
+    memory, coming = engine.pinned([range(4)]), [range(4, 8)]
+    following = memory._next
+
+    def ending() -> range | None:
+        piece = following()
+        if piece is None and coming:
+            memory.extend([coming.pop()])
+        return piece
+
+    monkeypatch.setattr(memory, "_next", ending)
+    assert memory.pin_rest(Waiting(engine))
+    assert memory._more is not None
+    memory._more.join()
+    assert engine.said[-1] == 8
+
+
+def test_where_no_thread_can_be_had_a_slab_is_pinned_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no reason to fail the job that has found it."""
+
+    def limited(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = Engine(slot_s=1e-5)
+    memory = engine.pinned([range(4)])
+    assert memory.pin_rest(Waiting(engine))
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", limited)
+        memory.extend([range(4, 8)])
+    memory.extend([range(8, 12)])
+    assert memory._more is not None
+    memory._more.join()
+    assert engine.said[-1] == 12
+    memory.close()
 
 
 def test_slabs_that_come_are_pinned_and_those_that_go_are_not_any_more() -> None:

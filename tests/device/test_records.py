@@ -65,6 +65,18 @@ def test_a_slot_that_was_given_up_or_to_others_has_changed(
     assert found.outcomes(copied, copied) == [Outcome.OK if same else Outcome.GONE]
 
 
+def test_a_block_that_others_use_meanwhile_is_still_the_same(host: MemoryHost) -> None:
+    host.put(0, KEY, table.VALID)
+    found = RankRecords(LAYOUT, host, NAMESPACE).find([0], [KEY], 0)
+    before = host.entry(0)
+    uses = table.add_uses(before, 1, at=1_000_000)
+    after = table.USES_AT + len(uses)
+    host.entries[0] = before[: table.USES_AT] + uses + before[after:]
+    assert host.entry(0) != before
+    copied = np.array([True])
+    assert found.outcomes(copied, copied) == [Outcome.OK]
+
+
 def test_each_record_of_a_batch_is_looked_at_by_itself() -> None:
     """Keys of two lengths, one of which begins with the other; one is in the wrong slot."""
     short, long = block_key(bytes(8)), block_key(bytes(16))
@@ -107,26 +119,26 @@ def test_a_record_is_sealed_where_its_slot_waits_for_it(host: MemoryHost) -> Non
 
 def test_what_overlaps_counts_once() -> None:
     busy = Busy()
-    busy.begin(2, 10.0)
-    busy.begin(1, 11.0)
-    busy.end(2, 13.0)
+    busy.count(10.0, 2)
+    busy.count(11.0, 1)
+    busy.count(13.0, -2)
     assert busy.running == 1
-    busy.end(1, 14.0)
-    busy.begin(1, 20.0)
-    busy.end(1, 20.5)
+    busy.count(14.0, -1)
+    busy.count(20.0, 1)
+    busy.count(20.5, -1)
     assert (busy.running, busy.seconds) == (0, 4.5)
 
 
 def test_what_only_waits_for_the_engine_does_not_count() -> None:
     """The wait is none of the link's: it would look many times slower than it is."""
     busy, now = Busy(), 10.0
-    busy.begin(2, 10.0)
-    busy.begin(1, 11.0)
+    busy.count(10.0, 2)
+    busy.count(11.0, 1)
     with busy.waiting(2, lambda: now):
         now = 12.0
         with busy.waiting(1, lambda: now):
             now = 20.0
         now = 21.0
     assert busy.running == 3
-    busy.end(3, 22.0)
+    busy.count(22.0, -3)
     assert (busy.running, busy.seconds) == (0, 4.0)

@@ -60,6 +60,8 @@ def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
     _pool, layout, host, job = setting()
     layout = msgspec.structs.replace(layout, group_ids=(1,))
     job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), PAGE, reads_files=True)
+    with pytest.raises(ValueError, match="7 keys and 8 slots for 8"):
+        job_queue.submit(msgspec.structs.replace(job, keys=job.keys[1:]))
     with pytest.raises(ValueError, match="other groups"):
         job_queue.submit(job)
     job = msgspec.structs.replace(job, keys=keys_of(ROWS, groups=[1] * ROWS))
@@ -68,6 +70,15 @@ def test_jobs_name_keys_of_their_groups_and_files_of_their_keys() -> None:
             job_queue.submit(msgspec.structs.replace(job, files={at: FilePlace("slab", 0)}))
     job_queue.submit(job)
     assert job_queue.next(job_queue.store, wait=False) is not None
+
+
+def test_an_empty_job_ends_at_once() -> None:
+    _pool, layout, host, job = setting()
+    job_queue = JobQueue(RankRecords(layout, host, NAMESPACE), PAGE)
+    nothing = DeviceBlocks(np.arange(0), [0], [0])
+    job_queue.submit(msgspec.structs.replace(job, keys=[], slots=[], blocks=nothing))
+    (result,) = job_queue.poll()
+    assert (result.ok, result.bytes_moved) == (True, 0)
 
 
 def test_one_bad_slot_stops_no_store() -> None:
@@ -97,24 +108,6 @@ def test_a_batch_that_was_cut_before_goes_page_by_page() -> None:
     assert pool.fits(CopyBatch(large.work, large.rows[:3]))
 
 
-def store_while_awaited(copier: CudaCopier, job: CopyJob) -> None:
-    """The engine waits until the job has left its blocks; then the job ends well."""
-    copier.submit(job)
-    copier.wait([0])
-    while not (results := copier.poll()):
-        pass
-    assert results[0].ok
-
-
-def test_a_copier_fills_its_buffers_with_no_more_than_they_hold() -> None:
-    _pool, layout, host, job = setting()
-    device = FakeDevice(staging=2, room=3 * PAGE)
-    copier = CudaCopier(RankRecords(layout, host, NAMESPACE), device)
-    assert copier.prepared.wait(60)
-    store_while_awaited(copier, job)
-    copier.close()
-
-
 def test_an_engine_that_waits_for_a_store_does_not_wait_for_its_pace() -> None:
     _pool, layout, host, job = setting()
     steps, clock = EngineSteps(), Clock()
@@ -125,7 +118,11 @@ def test_an_engine_that_waits_for_a_store_does_not_wait_for_its_pace() -> None:
     copier._pace.share, copier._pace._next = 1 / 64, clock() + 3600
     steps.listener(1, 0.006)
     assert copier._pace.delay() == 3600
-    store_while_awaited(copier, job)
+    copier.jobs.submit(job)
+    copier.jobs.wait([0])  # until the job has left its blocks; then it ends well
+    while not (results := copier.jobs.poll()):
+        pass
+    assert results[0].ok
     copier.close()
     assert steps.listener is None
 

@@ -10,10 +10,11 @@ import pytest
 from support.device.device_worlds import NAMESPACE, MemoryHost, World, keys_of
 from support.device.fake_device import FakeDevice
 
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.slab import layout as table
@@ -105,12 +106,12 @@ class Play:
             id=name, kind=kind, keys=keys, slots=slots, blocks=where, deadline=float("inf")
         )
         self.running[name] = (job, blocks, flipped)
-        self.copier.submit(job)
+        self.copier.jobs.submit(job)
         if loading:
             self.arrivals.expect(slots)
 
     def collect(self) -> None:
-        for result in self.copier.poll():
+        for result in self.copier.jobs.poll():
             assert result.id not in self.ended, "one result a job"
             self.ended.add(result.id)
             self.check(result, *self.running.pop(result.id))
@@ -136,16 +137,16 @@ def test_many_jobs_at_once(kind: str, seed: int) -> None:
     play = Play(kind, seed)
     for name in range(120):
         if len(play.free_slots) < 3:
-            play.copier.wait(list(play.running))
+            play.copier.jobs.wait(list(play.running))
             play.collect()
         if play.free_slots:
             play.begin(name)
         if play.random.random() < 0.5:
             play.collect()
-    play.copier.wait(list(play.running))
+    play.copier.jobs.wait(list(play.running))
     while play.running:
         play.collect()
     play.arrivals.stop()
     play.copier.close()
-    assert play.copier.poll() == []
+    assert play.copier.jobs.poll() == []
     assert len(play.ended) > 30

@@ -134,12 +134,7 @@ class Engine:
 
     def kill(self) -> None:
         """kill -9, with everything that belongs to the engine."""
-        left = shared_by(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for path in left:
-            path.unlink(missing_ok=True)
+        kill_group(self.process)
         if self._answers >= 0:
             os.close(self._answers)
             self._answers = -1
@@ -151,6 +146,16 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def kill_group(process: Child | subprocess.Popen[bytes]) -> None:
+    """kill -9, all processes of its group; what vLLM's share goes with them."""
+    left = shared_by(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for path in left:
+        path.unlink(missing_ok=True)
 
 
 def shared_by(group: int) -> set[Path]:

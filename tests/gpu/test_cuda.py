@@ -58,11 +58,11 @@ class Stage:
         slots = list(range(first, first + len(keys)))
         for slot, key in zip(slots, keys, strict=True):
             self.host.put(slot, key, state)
-        self.copier.submit(
+        self.copier.jobs.submit(
             CopyJob(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
         )
-        self.copier.wait([1])
-        while not (results := self.copier.poll()):
+        self.copier.jobs.wait([1])
+        while not (results := self.copier.jobs.poll()):
             pass
         return results[0]
 
@@ -221,11 +221,10 @@ def test_the_device_takes_the_checksums_that_the_host_takes(
     torch: Any, size: int, parts: int
 ) -> None:
     kernels = pytest.importorskip("kvtier.device.cuda.kernels")
-    checksum_kernels = pytest.importorskip("kvtier.device.cuda.kernels")
     staging = pytest.importorskip("kvtier.device.cuda.staging_buffers")
     words = torch.int64
     data = torch.randint(0, 255, (parts * size,), dtype=torch.uint8, device="cuda")
-    numbers = torch.from_numpy(checksum_kernels.constants()).to("cuda:0")
+    numbers = torch.from_numpy(kernels.constants()).to("cuda:0")
     totals = torch.empty(kernels.totals_of(parts, size), dtype=words, device="cuda")
     pieces = pieces_of(size)
     sums = torch.zeros(parts * pieces, dtype=words, device="cuda")

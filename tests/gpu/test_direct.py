@@ -83,9 +83,9 @@ class Stage:
                 at: FilePlace(str(self.path), row * self._size) for at, row in enumerate(direct)
             },
         )
-        self.copier.submit(job)
-        self.copier.wait([1])
-        while not (results := self.copier.poll()):
+        self.copier.jobs.submit(job)
+        self.copier.jobs.wait([1])
+        while not (results := self.copier.jobs.poll()):
             pass
         return results[0].outcomes
 

@@ -14,10 +14,11 @@ from support.device.fake_device import FakeDevice
 
 from kvtier import Stack
 from kvtier.backends.cpu import CpuHandler
-from kvtier.device.copier import CopyJob, DeviceCopier
+from kvtier.device.copier import CopyJob
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, record_bytes
@@ -66,7 +67,7 @@ class Worker:
         assert isinstance(ticket.spec, SlotSpec)
         self._pages[:] = 0
         blocks = DeviceBlocks(np.arange(2 * len(keys)), [2 * len(keys)], [0])
-        copier.submit(
+        copier.jobs.submit(
             CopyJob(
                 id=1,
                 kind=TransferKind.LOAD,
@@ -76,10 +77,10 @@ class Worker:
                 deadline=time.monotonic() + 60,
             )
         )
-        copier.wait([1])
-        results = copier.poll()
+        copier.jobs.wait([1])
+        results = copier.jobs.poll()
         while not results:
-            results = copier.poll()
+            results = copier.jobs.poll()
         copier.close()
         outcomes = dict(zip(ticket.keys, results[0].outcomes, strict=True))
         failed = {key: outcome for key, outcome in outcomes.items() if not outcome.ok}

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,19 +19,15 @@ import numpy as np
 from kvtier.device.copier import (
     ERRORS,
     Accelerator,
-    CopyJob,
-    CopyResult,
     CopyStream,
-    DeviceCopier,
     QueuedSteps,
     Stage,
-    StreamEvent,
 )
 from kvtier.device.direct import DirectLoader, DirectPath
 from kvtier.device.layout import Ints, describe
 from kvtier.device.pacing import EngineSteps, StorePace
 from kvtier.device.pinned import PinnedMemory
-from kvtier.device.queue import CLOSE_S, CopyBatch, JobQueue
+from kvtier.device.queue import CLOSE_S, CopyBatch, DeviceCopier, JobQueue
 from kvtier.device.records import Flags, RankRecords, up_to_wrong
 from kvtier.system.calls import Attempt, joined
 from kvtier.types import Outcome
@@ -282,13 +278,14 @@ class CudaCopier(DeviceCopier):
     """Moves records through a device's streams, both directions at once."""
 
     _BATCH_BYTES = 64 << 20
+    _THREADS = 4
+    """For each direction."""
 
     def __init__(
         self,
         records: RankRecords,
         device: Accelerator,
         *,
-        threads: int = 4,
         memory: PinnedMemory | None = None,
         open_direct: Callable[[], DirectLoader | None] | None = None,
         steps: EngineSteps | None = None,
@@ -298,8 +295,8 @@ class CudaCopier(DeviceCopier):
         self._device = device
         self._memory = memory
         reads_files = open_direct is not None
-        self._job_queue = jobs = JobQueue(
-            records, self._BATCH_BYTES, clock, reads_files=reads_files
+        self.jobs = jobs = JobQueue(
+            records, self._BATCH_BYTES, clock, reads_files=reads_files, mark=device.mark
         )
         self._pace = StorePace(clock)
         jobs.hurry = self._pace.hurry
@@ -322,7 +319,7 @@ class CudaCopier(DeviceCopier):
         self._copying: list[threading.Thread] = []
         self._reading: list[threading.Thread] = []
         try:
-            self._start(self._copying, [self._open, self._pin, *serving * threads])
+            self._start(self._copying, [self._open, self._pin, *serving * self._THREADS])
             self._start(self._reading, [self._direct.run] if self._direct else [])
         except RuntimeError:  # the system gives no more threads
             self.close()
@@ -349,7 +346,7 @@ class CudaCopier(DeviceCopier):
                 stages = self._device.stages(layout, batch_bytes, urgent=urgent)
                 for stage in stages:
                     self._staged.warm_up(stage)
-                    self._job_queue.fit(stage.rows)
+                    self.jobs.fit(stage.rows)
                 pool.use(stages)
         except ERRORS as error:
             what = "stores" if self._load_stages else "records"
@@ -382,30 +379,15 @@ class CudaCopier(DeviceCopier):
         if not stages.fits(batch):
             paged(batch)
             return
-        with stages.stage(batch, self._job_queue.clock) as stage:
+        with stages.stage(batch, self.jobs.clock) as stage:
             staged(batch, stage)
 
     # -- the engine's side -----------------------------------------------------------------
-
-    def submit(self, job: CopyJob, mark: object = None) -> None:
-        self._job_queue.submit(job, self.mark() if mark is None else mark)
-
-    def mark(self) -> StreamEvent:
-        return self._device.mark()
 
     def make_ready(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         there = (self._has_memory, self._has_buffers)
         return all(each.wait(max(0.0, end - time.monotonic())) for each in there)
-
-    def poll(self) -> list[CopyResult]:
-        return self._job_queue.poll()
-
-    def give_up(self, id: int) -> None:
-        self._job_queue.give_up(id)
-
-    def wait(self, ids: Collection[int]) -> None:
-        self._job_queue.wait(ids)
 
     @property
     def staged(self) -> bool:
@@ -423,7 +405,7 @@ class CudaCopier(DeviceCopier):
     def close(self) -> None:
         self._stopping.set()
         self._steps.listener = None
-        self._job_queue.close()
+        self.jobs.close()
         self._pace.stop()
         if self._direct is not None:
             self._direct.stop()

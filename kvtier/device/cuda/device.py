@@ -26,8 +26,9 @@ from kvtier.device.cuda.runtime import (
 from kvtier.device.direct import DirectLoader
 from kvtier.device.layout import DeviceLayout, Ints, PageCopies
 from kvtier.device.pinned import PinnedMemory, PinPlan
-from kvtier.device.records import Host, RankRecords
+from kvtier.device.records import RankRecords
 from kvtier.errors import MediumError
+from kvtier.interfaces.handler import HostSlots
 from kvtier.system.memory import Topology, bind_thread
 
 if TYPE_CHECKING:
@@ -137,12 +138,9 @@ class CudaStream:
         return end_of(self._torch, self._stream)
 
 
-Watch = Callable[[Callable[[Sequence[range]], None], Callable[[range], None]], object]
-
-
 def open_copier(
     layout: DeviceLayout,
-    host: Host,
+    host: HostSlots,
     namespace: bytes,
     *,
     index: int,

@@ -285,6 +285,3 @@ def _launcher() -> Any:
     number, pointer = ctypes.c_uint, ctypes.c_void_p
     launcher.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     return launcher
-
-
-# -- pages -----------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ carries the outcome of each job to the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -23,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier import guard
+from kvtier.interfaces.mover import TransferKind
 from kvtier.vllm.hooks import cache_groups
 from kvtier.vllm.protocol import Report, WorkerJob
 from kvtier.vllm.settings import crosses_degrees, read_copies
@@ -101,20 +100,20 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         jobs, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
         for job_id, source, target in jobs:
             self._storing.add(job_id)
-            self._submit(self.worker.store, job_id, target.worker_job, source)
+            self._begin(TransferKind.STORE, job_id, target.worker_job, source, None)
 
-    def _submit(
-        self, move: Callable[..., None], job_id: int, worker_job: WorkerJob, device: Any
+    def _begin(
+        self, kind: TransferKind, job_id: int, worker_job: WorkerJob, device: Any, mark: object
     ) -> None:
         """Whatever happens, the job ends and is reported."""
-        if not self._moves(move, job_id, worker_job, device):
+        if not self._begun(kind, job_id, worker_job, device, mark):
             self.worker.abandon(job_id, worker_job)
 
     @guard.guarded(lambda: False)
-    def _moves(
-        self, move: Callable[..., None], job_id: int, worker_job: WorkerJob, device: Any
+    def _begun(
+        self, kind: TransferKind, job_id: int, worker_job: WorkerJob, device: Any, mark: object
     ) -> bool:
-        move(job_id, worker_job, blocks_of(device))
+        self.worker.begin(kind, job_id, worker_job, blocks_of(device), mark)
         return True
 
     def finish_stores(self) -> None:
@@ -137,10 +136,10 @@ class FailureTolerantWorker(OffloadingConnectorWorker):  # type: ignore[misc]
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         self.worker.steps.began(getattr(metadata, "decoding", 0))
         self._submit_stores()
-        load = partial(self.worker.load, mark=self._mark)
         for job_id, entry in metadata.load_jobs.items():
             self._load_jobs[job_id] = entry.req_id
-            self._submit(load, job_id, entry.src_spec.worker_job, entry.dst_spec)
+            worker_job, device = entry.src_spec.worker_job, entry.dst_spec
+            self._begin(TransferKind.LOAD, job_id, worker_job, device, self._mark)
         self._mark = None
         given_up: int | None = getattr(metadata, "given_up", None)
         if given_up is not None:

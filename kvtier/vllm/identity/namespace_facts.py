@@ -9,17 +9,18 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.record.record import VERSION as RECORD_VERSION
 from kvtier.types import ANY_DEGREE
 from kvtier.weight_fingerprints import (
+    BY_LENGTH,
     fingerprint_folder,
     fingerprint_weights,
     folder_of,
     weights_of,
+    whole_name,
 )
 
 _ATTENTION_LIBRARIES = ("flashinfer-python", "flashinfer-cubin", "flash-attn", "amd-aiter")
@@ -28,9 +29,6 @@ within a block that is larger than those of the backend."""
 _INSTRUCTIONS = ("avx512", "avx512_bf16", "amx_tile")
 """Those of x86 by which vLLM chooses what it loads and how it lays out blocks on a CPU."""
 _STABLE_HASHES = ("sha256", "sha256_cbor")
-_BY_LENGTH = ("longrope", "llama4")
-"""What stands in the configuration of models that vLLM computes in another way if they are served
-with long prompts: even the short ones."""
 _MEDIA = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -98,7 +96,7 @@ def facts_of(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     configured = configuration_of(model.hf_config)
-    by_length = any(word in configured for word in _BY_LENGTH)
+    by_length = any(word in configured for word in BY_LENGTH)
     several = len(set(group_tokens)) > 1
     return {
         "model": whole_name(str(model.model)),
@@ -146,13 +144,6 @@ def facts_of(
         "platform": _platform(),
         "engine": f"vllm {vllm.__version__}",
     }
-
-
-def whole_name(model: str) -> str:
-    """What a model is called: `./model` is another one wherever it is said, and so its whole path
-    is meant. Links are kept: one that leads to other weights later on has a name that lasts."""
-    path = Path(model)
-    return str(path.absolute()) if path.exists() else model
 
 
 def configuration_of(hf_config: Any) -> str:

@@ -18,7 +18,6 @@ import pytest
 
 from kvtier.device.cuda import device as cuda
 from kvtier.device.cuda import runtime as cuda_runtime
-from kvtier.device.cuda import runtime as runtime_copies
 from kvtier.device.cuda.runtime import BatchCopy, few_at_once
 from kvtier.device.layout import DeviceLayout, DeviceTensor, PageRef
 from kvtier.device.pinned import PinnedMemory, PinPlan
@@ -205,7 +204,7 @@ def columns(*numbers: int) -> Any:
 
 def copy_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> BatchCopy:
     monkeypatch.setattr(cuda_runtime, "runtime", lambda: runtime)
-    return runtime_copies.runtime_copy(Torch)
+    return cuda_runtime.runtime_copy(Torch)
 
 
 @pytest.mark.parametrize(("version", "arguments"), [(12080, 9), (12090, 9), (13000, 8)])
@@ -220,7 +219,7 @@ def test_the_batched_copy_of_each_runtime(
     read = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64))[:2] for each in call[:3]]
     assert read == [[10, 20], [30, 40], [5, 6]]
     assert (call[3].value, call[6].value, call[-1].value) == (2, 1, 77)
-    assert ctypes.sizeof(runtime_copies._Attributes) == 24
+    assert ctypes.sizeof(cuda_runtime._Attributes) == 24
     assert call[4]._obj.source_order == 1
 
 

@@ -8,20 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.processes.clocks import Clock
 
 from kvtier.device.cuda.copier import STORES_AT_ONCE, STORES_SHARE, LinkTurns
 
 NEVER_S = 30.0
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def together(*actions: Callable[[], None]) -> None:

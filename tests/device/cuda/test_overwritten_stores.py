@@ -18,6 +18,7 @@ from kvtier.backends.cpu import Region
 from kvtier.device.cpu import CpuCopier, PageCopier
 from kvtier.device.layout import DeviceBlocks
 from kvtier.device.records import RankRecords
+from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import Buffer, record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace
@@ -25,6 +26,7 @@ from kvtier.vllm import worker as rank_worker
 from kvtier.vllm.worker import EndedJob, RankShare, RankWorker
 
 PAGE, CHUNKS = 2048, 4
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 
 
 class Setting:
@@ -56,12 +58,14 @@ class Setting:
     def store(self) -> int:
         taken, worker_job = self.manager.prepare_store(self.keys, "a")
         assert taken == self.keys
-        self.worker.store(1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
+        self.worker.begin(STORE, 1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
         return worker_job.number
 
     def load(self) -> int:
         worker_job = self.manager.prepare_load(self.keys, "b")
-        self.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+        self.worker.begin(
+            LOAD, 2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0])
+        )
         return worker_job.number
 
     def end(self, number: int) -> EndedJob:
@@ -119,12 +123,15 @@ def test_loads_need_not_wait_for_what_comes_after_all_writing(setting: Setting) 
     assert setting.worker.mark() is None, "no copier is open"
     setting.end(setting.store())
     copier = setting.worker._copier
+    assert copier is not None
     with (
-        mock.patch.object(copier, "mark", return_value="before"),
-        mock.patch.object(copier, "submit") as submit,
+        mock.patch.object(copier.jobs, "mark", return_value="before"),
+        mock.patch.object(copier.jobs, "submit") as submit,
     ):
         worker_job = setting.manager.prepare_load(setting.keys, "b")
-        setting.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]), "before")
+        setting.worker.begin(
+            LOAD, 2, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]), "before"
+        )
         assert setting.worker.mark() == "before"
         setting.worker._writes_first = False
         assert setting.worker.mark() is None, "it may yet write there"

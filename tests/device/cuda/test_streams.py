@@ -22,7 +22,12 @@ from kvtier.types import BlockKey, Outcome
 
 PAGE = 4096
 RECORDS = 6
+LAYOUT = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+
+
+def records_of(memory: Any, host: MemoryHost) -> RankRecords:
+    return RankRecords(World(LAYOUT, memory).addressed(), host, NAMESPACE)
 
 
 class Stage(NamedTuple):
@@ -55,12 +60,12 @@ class Stage(NamedTuple):
         job = CopyJob(
             id=name, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf")
         )
-        self.copier.submit(job, mark)
+        self.copier.jobs.submit(job, mark)
 
     def result(self, name: int) -> CopyResult:
-        self.copier.wait([name])
+        self.copier.jobs.wait([name])
         while True:
-            for result in self.copier.poll():
+            for result in self.copier.jobs.poll():
                 if result.id == name:
                     return result
 
@@ -69,10 +74,9 @@ class Stage(NamedTuple):
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     """The device's seed is a parameter: other orders of what may be reordered. The other one is how
     many buffers it has to stage records in."""
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
     memory = np.random.default_rng(1).integers(0, 256, 32 * PAGE, dtype=np.uint8)
-    device, host = FakeDevice(*request.param), MemoryHost(layout, RECORDS)
-    copier = CudaCopier(RankRecords(World(layout, memory).addressed(), host, NAMESPACE), device)
+    device, host = FakeDevice(*request.param), MemoryHost(LAYOUT, RECORDS)
+    copier = CudaCopier(records_of(memory, host), device)
     assert copier.prepared.wait(60)
     stage = Stage(copier, device, host, memory, keys_of(RECORDS))
     yield stage
@@ -116,9 +120,9 @@ def test_what_leaves_the_device_after_the_engine_has_gone_on_is_not_stored(
         pass  # the copier has not got there
     with monkeypatch.context() as patch:
         patch.setattr(JobQueue, "_WAIT_S", 0.0)
-        stage.copier.wait([1])
+        stage.copier.jobs.wait([1])
     stage.page(2).fill(42)
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).outcomes == [Outcome.DROPPED]
 
@@ -131,7 +135,7 @@ def test_a_load_waits_for_what_the_engine_writes_there(stage: Stage) -> None:
     stage.device.engine.do(lambda: stage.page(20).fill(0))
     stage.submit(LOAD, 1, 1, 1, 20)
     stage.device.drain()
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(stage.device.engine)
     assert stage.result(1).ok
     assert (stage.page(20) == wanted).all()
@@ -141,7 +145,7 @@ def test_a_load_need_not_wait_for_what_comes_after_its_mark(stage: Stage) -> Non
     stored(stage)
     wanted = stage.page(1).copy()
     stage.device.engine.do(lambda: stage.page(20).fill(0))
-    mark = stage.copier.mark()
+    mark = stage.copier.jobs.mark()
     stage.device.drain()
     stage.device.freeze(stage.device.engine)
     stage.device.engine.do(lambda: None)  # a step of the model, which is long
@@ -166,7 +170,7 @@ def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
     stage.submit(STORE, 1, 3, 3, 3)
     stage.submit(LOAD, 2, 0, 3, 20)
     assert stage.result(2).ok
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(*stage.device.lanes[False])
     assert stage.result(1).ok
 
@@ -174,7 +178,7 @@ def test_loads_do_not_wait_for_stores(stage: Stage) -> None:
 def test_the_engines_thread_never_waits_for_the_device(stage: Stage) -> None:
     stage.device.freeze(stage.device.engine)
     stage.submit(STORE, 1, 0, RECORDS, 0)
-    assert stage.copier.poll() == []
+    assert stage.copier.jobs.poll() == []
     stage.device.thaw(stage.device.engine)
     assert stage.result(1).ok
     assert threading.get_ident() not in stage.device.waiters
@@ -197,9 +201,9 @@ def test_blocks_may_be_reused_before_a_store_is_sealed(
     monkeypatch.setattr(stage.copier._records, "seal", later)
     wanted = bytes(stage.page(1))
     stage.submit(STORE, 1, 1, 1, 1)
-    stage.copier.wait([1])
+    stage.copier.jobs.wait([1])
     stage.page(1).fill(0)
-    assert stage.copier.poll() == [], "but it is not complete yet"
+    assert stage.copier.jobs.poll() == [], "but it is not complete yet"
     may_seal.set()
     assert stage.result(1).ok
     assert bytes(stage.host.record(1)[4096 : 4096 + PAGE]) == wanted
@@ -285,42 +289,41 @@ def test_each_step_by_way_of_a_buffer_may_fail(
     assert stage.result(2).ok
 
 
-def test_jobs_do_not_wait_while_memory_is_pinned(stage: Stage) -> None:
+def test_jobs_do_not_wait_while_memory_is_pinned_nor_for_pinning_that_fails(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     stopped: list[bool] = []
 
     def prepare(stopping: threading.Event) -> None:
         stopped.append(stopping.wait())
         raise RuntimeError("no kernel for this device")
 
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    world = World(layout, stage.memory)
     copier = CudaCopier(
-        RankRecords(world.addressed(), stage.host, NAMESPACE),
+        records_of(stage.memory, stage.host),
         FakeDevice(),
         memory=FakeMemory(prepare),
     )
     for kind, state in ((STORE, table.RESERVED), (LOAD, table.VALID)):
         stage.host.put(0, stage.keys[0], state)
         blocks = DeviceBlocks(np.array([0]), [1], [0])
-        copier.submit(
+        copier.jobs.submit(
             CopyJob(id=0, kind=kind, keys=stage.keys[:1], slots=[0], blocks=blocks, deadline=5e9)
         )
-        while not (results := copier.poll()):
+        while not (results := copier.jobs.poll()):
             pass
         assert [result.ok for result in results] == [True]
     assert not stopped
     copier.close()
     assert stopped == [True], "closing does not wait for the rest of the memory"
+    assert "slower than they could be" in caplog.text
 
 
 def test_an_engine_s_start_waits_for_buffers_and_for_the_first_memory(stage: Stage) -> None:
     """Not for the rest of it; and what is done once beforehand touches no page and no slot."""
     go, rest = threading.Event(), threading.Event()
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    world = World(layout, stage.memory)
     before, records = stage.memory.copy(), [bytes(stage.host.record(slot)) for slot in range(4)]
     copier = CudaCopier(
-        RankRecords(world.addressed(), stage.host, NAMESPACE),
+        records_of(stage.memory, stage.host),
         FakeDevice(staging=2),
         memory=FakeMemory(lambda stopping: go.wait(60), lambda stopping: rest.wait(60)),
     )
@@ -328,26 +331,13 @@ def test_an_engine_s_start_waits_for_buffers_and_for_the_first_memory(stage: Sta
     go.set()
     assert copier.make_ready(60)
     assert copier.staged
-    assert not copier.prepared.is_set()
+    assert not copier.pinned
     rest.set()
     assert copier.prepared.wait(60)
+    assert copier.pinned
     assert (stage.memory == before).all()
     assert records == [bytes(stage.host.record(slot)) for slot in range(4)]
     copier.close()
-
-
-def test_copies_go_on_if_preparing_fails(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    def prepare(stopping: threading.Event) -> None:
-        raise RuntimeError("no kernel for this device")
-
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    world = World(layout, stage.memory)
-    CudaCopier(
-        RankRecords(world.addressed(), stage.host, NAMESPACE),
-        FakeDevice(),
-        memory=FakeMemory(prepare),
-    ).close()
-    assert "slower than they could be" in caplog.text
 
 
 @pytest.mark.parametrize("stage", [(0, 2)], ids=str, indirect=True)
@@ -355,8 +345,6 @@ def test_a_copier_that_gets_too_few_threads_keeps_none(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each job opens it anew, and closes the region that those left over would go on pinning."""
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    layout = World(layout, stage.memory).addressed()
     start = threading.Thread.start
     started: list[threading.Thread] = []
     opened, closed = 0, 0
@@ -377,7 +365,7 @@ def test_a_copier_that_gets_too_few_threads_keeps_none(
         started.clear()
         try:
             copier = CudaCopier(
-                RankRecords(layout, stage.host, NAMESPACE),
+                records_of(stage.memory, stage.host),
                 stage.device,
                 memory=FakeMemory(threading.Event.wait, close=on_close),
             )
@@ -390,32 +378,15 @@ def test_a_copier_that_gets_too_few_threads_keeps_none(
     copier.close()
 
 
-def test_one_bad_record_does_not_stop_those_under_way(stage: Stage) -> None:
-    stored(stage)
-    stage.host.record(3)[5000] ^= 1
-    before = stage.memory.copy()
-    stage.submit(LOAD, 1, 0, RECORDS, 20)
-    result = stage.result(1)
-    assert result.outcomes[3] is Outcome.CORRUPT
-    assert not (stage.page(23) != before[23 * PAGE : 24 * PAGE]).any()
-    assert all(
-        (stage.page(20 + index) == stage.page(index)).all()
-        for index, outcome in enumerate(result.outcomes)
-        if outcome.ok
-    )
-
-
 def test_what_a_load_waits_for_the_engine_is_no_time_of_the_link() -> None:
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
     memory = np.zeros(32 * PAGE, dtype=np.uint8)
-    device, host, now = FakeDevice(0, 2), MemoryHost(layout, RECORDS), [0.0]
+    device, host, now = FakeDevice(0, 2), MemoryHost(LAYOUT, RECORDS), [0.0]
 
     class Computing:
         def synchronize(self) -> None:
             now[0] += 100.0
 
-    world = World(layout, memory).addressed()
-    copier = CudaCopier(RankRecords(world, host, NAMESPACE), device, clock=lambda: now[0])
+    copier = CudaCopier(records_of(memory, host), device, clock=lambda: now[0])
     assert copier.prepared.wait(60)
     stage = Stage(copier, device, host, memory, keys_of(RECORDS))
     try:
@@ -426,21 +397,3 @@ def test_what_a_load_waits_for_the_engine_is_no_time_of_the_link() -> None:
         copier.close()
     assert result.seconds >= 100.0
     assert result.busy_seconds == 0.0
-
-
-def test_who_pins_memory_says_when_that_has_ended() -> None:
-    layout = DeviceLayout((DeviceTensor(0, 32, PAGE, PAGE),), ((PageRef(0, PAGE),),))
-    memory, gate = np.zeros(32 * PAGE, dtype=np.uint8), threading.Event()
-    world, host = World(layout, memory).addressed(), MemoryHost(layout, RECORDS)
-    copier = CudaCopier(
-        RankRecords(world, host, NAMESPACE),
-        FakeDevice(0, 2),
-        memory=FakeMemory(lambda stopping: gate.wait(60)),
-    )
-    try:
-        assert not copier.pinned
-        gate.set()
-        assert copier.prepared.wait(60)
-        assert copier.pinned
-    finally:
-        copier.close()

@@ -68,9 +68,9 @@ class Disk:
 
 
 def result_of(copier: CudaCopier, job: CopyJob) -> CopyResult:
-    copier.submit(job)
-    copier.wait([job.id])
-    while not (results := copier.poll()):
+    copier.jobs.submit(job)
+    copier.jobs.wait([job.id])
+    while not (results := copier.jobs.poll()):
         pass
     return results[0]
 
@@ -251,10 +251,10 @@ def test_a_file_that_is_cut_short_or_no_longer_there_is_gone(rig: Rig) -> None:
 
 def test_wait_returns_once_no_page_can_change_any_more(rig: Rig) -> None:
     rig.driver.hangs = True
-    rig.copier.submit(rig.job(1, range(6)))
-    rig.copier.wait([1])
+    rig.copier.jobs.submit(rig.job(1, range(6)))
+    rig.copier.jobs.wait([1])
     rig.driver.hangs = False
-    (result,) = rig.copier.poll()
+    (result,) = rig.copier.jobs.poll()
     assert result.outcomes[0] is Outcome.TIMEOUT
     before = rig.memory.copy()
     assert rig.load(2, range(6, 8)) == [Outcome.OK] * 2
@@ -267,29 +267,29 @@ def test_pages_are_written_after_what_the_engine_does_before(rig: Rig) -> None:
         rig.memory[20 * PAGE : 21 * PAGE] = 0
 
     rig.device.engine.do(clear)
-    rig.copier.submit(rig.job(1, range(1)))
-    rig.copier.wait([1])
+    rig.copier.jobs.submit(rig.job(1, range(1)))
+    rig.copier.jobs.wait([1])
     assert rig.arrived(20, 0)
 
 
 def test_other_loads_go_on_while_a_read_hangs(rig: Rig) -> None:
     rig.driver.hangs = True
-    rig.copier.submit(rig.job(1, range(1), deadline=NEVER))
+    rig.copier.jobs.submit(rig.job(1, range(1), deadline=NEVER))
     assert rig.load(2, range(0), range(4)) == [Outcome.OK] * 4
     rig.driver.hangs = False
-    rig.copier.wait([1])
+    rig.copier.jobs.wait([1])
 
 
 def test_a_load_that_is_given_up_waits_for_the_reads_that_have_begun(rig: Rig) -> None:
     rig.driver.hangs = True
-    rig.copier.submit(rig.job(1, range(8), deadline=NEVER))
+    rig.copier.jobs.submit(rig.job(1, range(8), deadline=NEVER))
     while rig.driver.reads < 4:
         pass
-    rig.copier.give_up(1)
-    assert rig.copier.poll() == []
+    rig.copier.jobs.give_up(1)
+    assert rig.copier.jobs.poll() == []
     rig.driver.hangs = False
-    rig.copier.wait([1])
-    while not (results := rig.copier.poll()):
+    rig.copier.jobs.wait([1])
+    while not (results := rig.copier.jobs.poll()):
         pass
     assert results[0].outcomes == [Outcome.OK] * 4 + [Outcome.CANCELLED] * 4
     assert rig.copier.reads_files, "nothing has failed"
@@ -297,9 +297,9 @@ def test_a_load_that_is_given_up_waits_for_the_reads_that_have_begun(rig: Rig) -
 
 def test_close_does_not_wait_for_a_read_that_hangs(rig: Rig) -> None:
     rig.driver.hangs = True
-    rig.copier.submit(rig.job(1, range(1), deadline=NEVER))
+    rig.copier.jobs.submit(rig.job(1, range(1), deadline=NEVER))
     rig.copier.close()
-    assert [result.outcomes for result in rig.copier.poll()] == [[Outcome.CANCELLED]]
+    assert [result.outcomes for result in rig.copier.jobs.poll()] == [[Outcome.CANCELLED]]
 
 
 def test_close_does_not_wait_until_it_is_known_whether_files_can_be_read(rig: Rig) -> None:
@@ -307,9 +307,9 @@ def test_close_does_not_wait_until_it_is_known_whether_files_can_be_read(rig: Ri
     copier = CudaCopier(
         RankRecords(rig.layout, rig.host, NAMESPACE), rig.device, open_direct=rig.open
     )
-    copier.submit(rig.job(1, range(1), deadline=NEVER))
+    copier.jobs.submit(rig.job(1, range(1), deadline=NEVER))
     copier.close()
-    assert copier.poll()[0].outcomes == [Outcome.CANCELLED]
+    assert copier.jobs.poll()[0].outcomes == [Outcome.CANCELLED]
     rig.opened.set()
 
 
@@ -353,10 +353,10 @@ def test_files_named_too_early_wait_until_they_can_be_read(rig: Rig, tmp_path: P
         open_direct=rig.open,
     )
     assert not again.reads_files
-    again.submit(rig.job(1, range(1)))
+    again.jobs.submit(rig.job(1, range(1)))
     rig.now += 2
-    again.wait([1])
-    assert again.poll()[0].outcomes == [Outcome.TIMEOUT]
+    again.jobs.wait([1])
+    assert again.jobs.poll()[0].outcomes == [Outcome.TIMEOUT]
     rig.opened.set()
     assert result_of(again, rig.job(2, range(1))).ok
     again.close()
@@ -386,5 +386,5 @@ def test_who_never_reads_files_refuses_jobs_that_name_some(rig: Rig) -> None:
         CpuCopier(RankRecords(rig.layout, rig.host, NAMESPACE), [array]),
     ):
         with pytest.raises(ValueError, match="names files"):
-            copier.submit(rig.job(1, range(1)))
+            copier.jobs.submit(rig.job(1, range(1)))
         copier.close()

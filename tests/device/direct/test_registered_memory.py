@@ -141,14 +141,18 @@ class FakeTensor:
         return int(self._array.ctypes.data)
 
 
-def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    """In the place of the real ones; without kernels, which want a device."""
     library = Library()
     library.modules(monkeypatch)
+    monkeypatch.setitem(sys.modules, "kvtier.device.cuda.staging_buffers", None)
+    return library
+
+
+def test_buffers_share_one_registered_piece_of_memory(library: Library) -> None:
     KvikioDriver(0, by_host=True)
     assert library.set_to["compat_mode"] is CompatMode.ON
-    monkeypatch.setitem(
-        sys.modules, "kvtier.device.cuda.staging_buffers", None
-    )  # whose kernels want a device
     driver = KvikioDriver(0)
     stages = driver.stages(3, 4096)
     assert library.registered == [3 * 4096]
@@ -160,12 +164,9 @@ def test_buffers_share_one_registered_piece_of_memory(monkeypatch: pytest.Monkey
 
 
 def test_what_a_read_that_failed_wrote_to_is_not_written_to_any_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    library: Library, tmp_path: Path
 ) -> None:
     """The next read's bytes might be overwritten after they have been proved."""
-    library = Library()
-    library.modules(monkeypatch)
-    monkeypatch.setitem(sys.modules, "kvtier.device.cuda.staging_buffers", None)
     page = 40 << 20
     layout = DeviceLayout((DeviceTensor(0, 1, page, page),), ((PageRef(0, page),),))
     (key,) = keys_of(1)
@@ -180,12 +181,7 @@ def test_what_a_read_that_failed_wrote_to_is_not_written_to_any_more(
     assert library.under_way == 0
 
 
-def test_buffers_leave_most_of_the_devices_memory_to_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    library = Library()
-    library.modules(monkeypatch)
-    monkeypatch.setitem(sys.modules, "kvtier.device.cuda.staging_buffers", None)
+def test_buffers_leave_most_of_the_devices_memory_to_the_model(library: Library) -> None:
     library.memory_free = 8 * 3 * 4096
     assert len(KvikioDriver(0).stages(16, 4096)) == 3
     assert library.registered == [3 * 4096]

@@ -39,11 +39,7 @@ class TimedHost(Host):
         """Prompts that come at once: each one's seconds to its first token, and what it found."""
         engine = self._llm.llm_engine
         begin = time.perf_counter()
-        names = []
-        for prompt in prompts:
-            self._serial += 1
-            names.append(f"timed-{self._serial}")
-            engine.add_request(names[-1], {"prompt_token_ids": prompt}, self._greedy(1))
+        names = self._add(prompts, 1)
         found = {}
         while engine.has_unfinished_requests():
             for output in engine.step():

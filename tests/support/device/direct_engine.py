@@ -14,12 +14,13 @@ import numpy as np
 
 from kvtier.backends.cpu import Region
 from kvtier.cost.model import CostModel
-from kvtier.device.copier import DeviceCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.direct import DirectLoader
 from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
+from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import record_bytes
 from kvtier.stack import Stack
 from kvtier.types import BlockKey, Namespace, Outcome
@@ -30,6 +31,7 @@ from support.device.fake_device import FakeDevice
 from support.scheduler.asking import AddingManager
 
 RANKS, LAYERS, PAGE, BLOCKS = 2, 3, 2048, 256
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 PART = LAYERS * PAGE
 NAMESPACE = Namespace(facts={"model": "none"}, group_bytes=(RANKS * PART,), parts=RANKS)
 SLOT = record_bytes(RANKS * PART)
@@ -148,7 +150,7 @@ class Engine:
             self.contents[key] = [rank.pages[:, ids[index]].tobytes() for rank in self.ranks]
         job = next(self._names)
         for rank in self.ranks:
-            rank.worker.store(job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
+            rank.worker.begin(STORE, job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
         for rank in self.ranks:
             rank.wait_until_open()  # what the reports of this store then say is for certain
         self.finish(worker_job)
@@ -174,7 +176,7 @@ class Engine:
         ids = np.arange(first, first + len(worker_job.keys))
         for rank in self.ranks:
             rank.pages[:, ids] = 0
-            rank.worker.load(job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
+            rank.worker.begin(LOAD, job, worker_job, DeviceBlocks(ids, [len(ids)], [0]))
         return worker_job
 
     def finish(self, worker_job: WorkerJob) -> dict[int, Outcome]:

@@ -38,9 +38,6 @@ class Stream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
         assert priority in (0, -1)
 
-    def wait_event(self, event: Event) -> None:
-        assert isinstance(event, Event)
-
     def synchronize(self) -> None:
         pass
 

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvtier.device.copier import CopyJob, CopyResult, DeviceCopier
+from kvtier.device.copier import CopyJob, CopyResult
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.cuda.copier import CudaCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout, DeviceTensor, PageRef
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import HEADER_BYTES, Header, seal
@@ -100,9 +101,9 @@ class Rank:
             copier = CudaCopier(records, FakeDevice(staging=3 * (copies == "staged")))
             assert copier.prepared.wait(60)
         try:
-            copier.submit(job)
-            copier.wait([job.id])
-            while not (found := copier.poll()):
+            copier.jobs.submit(job)
+            copier.jobs.wait([job.id])
+            while not (found := copier.jobs.poll()):
                 time.sleep(0.001)
             return found[0]
         finally:

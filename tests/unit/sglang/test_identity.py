@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -51,16 +52,19 @@ def test_another_version_is_refused_only_where_it_calls_in_another_way(
         identity.check_version(Changed)
 
 
-def make_updater() -> type:
+def make_updater(*, wrapped: bool = False) -> type:
     def fail(self: Any, *_: Any, **__: Any) -> None:
         raise RuntimeError("halfway")
 
-    return type("WeightUpdater", (), dict.fromkeys(identity._WATCHED, fail))
+    method = functools.wraps(fail)(lambda *given: fail(*given)) if wrapped else fail
+    return type("WeightUpdater", (), dict.fromkeys(identity._WATCHED, method))
 
 
 @pytest.mark.parametrize("name", identity._WATCHED)
-def test_every_way_to_other_weights_is_noticed(name: str) -> None:
-    updater = make_updater()
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_every_way_to_other_weights_is_noticed(name: str, wrapped: bool) -> None:
+    """Also if SGLang's methods are decorated."""
+    updater = make_updater(wrapped=wrapped)
     for _ in range(2):  # ranks of one process, or a second attachment
         identity.watch_weights(updater, attached_late=False)
     assert not identity.weights_changed.is_set()

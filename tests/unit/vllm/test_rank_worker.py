@@ -14,11 +14,12 @@ from support.scheduler.asking import AddingManager
 
 from kvtier import Stack
 from kvtier.backends.cpu import Region
-from kvtier.device.copier import DeviceCopier
 from kvtier.device.cpu import CpuCopier
 from kvtier.device.layout import DeviceBlocks, DeviceLayout
+from kvtier.device.queue import DeviceCopier
 from kvtier.device.records import RankRecords
 from kvtier.interfaces.handler import HostRegion
+from kvtier.interfaces.mover import TransferKind
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import make_keys
 from kvtier.types import Namespace, Outcome
@@ -26,6 +27,7 @@ from kvtier.vllm.protocol import NO_SLOT, RecordGeometry, WorkerJob
 from kvtier.vllm.worker import EndedJob, RankShare, RankWorker
 
 RANKS, LAYERS, PAGE, BLOCKS, CHUNKS = 2, 3, 2048, 16, 4
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 
 
 class Rank:
@@ -104,7 +106,7 @@ def test_what_ranks_store_they_load(tmp_path: Path, copies: int, layers: tuple[i
         taken, worker_job = manager.prepare_store(keys, "a")
         assert taken == keys
         for rank in ranks:
-            rank.worker.store(1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
+            rank.worker.begin(STORE, 1, worker_job, DeviceBlocks(np.arange(CHUNKS), [CHUNKS], [0]))
         for rank in ranks:
             ended = rank.ended(1)
             assert ended.report.ranks == 1, "the last one only tells that all have written"
@@ -113,7 +115,9 @@ def test_what_ranks_store_they_load(tmp_path: Path, copies: int, layers: tuple[i
 
         worker_job = manager.prepare_load(keys, "b")
         for rank in ranks:
-            rank.worker.load(2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0]))
+            rank.worker.begin(
+                LOAD, 2, worker_job, DeviceBlocks(np.arange(CHUNKS) + CHUNKS, [CHUNKS], [0])
+            )
         for rank, expected in zip(ranks, written, strict=True):
             ended = rank.ended(2)
             assert ended.ok
@@ -132,7 +136,7 @@ def test_a_rank_that_does_not_fit_keeps_nothing(
     rank = Rank(0, layers=layers, pipelined=pipelined)
     geometry = RecordGeometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
     worker_job = WorkerJob(1, "/nowhere", geometry, list(make_keys(2)), [0, 1], 0.0)
-    rank.worker.store(1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
+    rank.worker.begin(STORE, 1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
     (ended,) = rank.worker.poll()
     assert not ended.ok
     assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
@@ -154,7 +158,7 @@ def test_a_device_that_cannot_be_used_is_told_once(
         rank = Rank(0, copies=RANKS)
         rank.worker._open_copier = refused
         for job in range(2):
-            rank.worker.store(job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
+            rank.worker.begin(STORE, job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
         for ended in rank.worker.poll():
             assert set(ended.report.failures.values()) == {Outcome.IO_ERROR}
         manager.report(worker_job.number, ended.report)
@@ -187,7 +191,7 @@ def test_chunks_with_holes_are_not_stored(
         manager = AddingManager(stack, region=str(stack.host.region.path), ranks=1)  # type: ignore[attr-defined]
         taken, worker_job = manager.prepare_store(keys, "a")
         assert len(taken) == 2
-        rank.worker.store(1, worker_job, DeviceBlocks(np.arange(sum(sizes)), sizes, starts))
+        rank.worker.begin(STORE, 1, worker_job, DeviceBlocks(np.arange(sum(sizes)), sizes, starts))
         ended = rank.ended(1)
         assert (ended.number, ended.ok, ended.report.ranks) == (worker_job.number, stored, 1)
         assert set(ended.report.failures) == (set() if stored else {0, 1})
@@ -200,7 +204,7 @@ def test_a_load_of_which_a_block_was_not_taken_in_fails() -> None:
     rank = Rank(0)
     geometry = RecordGeometry(b"", (RANKS * LAYERS * PAGE,), RANKS)
     worker_job = WorkerJob(5, "/nowhere", geometry, list(make_keys(2)), [0, NO_SLOT], 0.0)
-    rank.worker.load(1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
+    rank.worker.begin(LOAD, 1, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
     (ended,) = rank.worker.poll()
     assert not ended.ok
     assert ended.report.failures == dict.fromkeys(range(2), Outcome.DROPPED)
@@ -224,7 +228,7 @@ def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> Non
             rank.pages[:, :CHUNKS] = job + 1
             wanted = keys[:2] if job < 2 else keys[2:]
             _, worker_job = manager.prepare_store(wanted, "a")
-            rank.worker.store(job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
+            rank.worker.begin(STORE, job, worker_job, DeviceBlocks(np.arange(2), [2], [0]))
             rank.worker.wait([job])
             worker_jobs.append(worker_job.number)
             copiers.append(rank.worker._copier)
@@ -236,7 +240,7 @@ def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> Non
         assert copiers[0] is not copiers[1] is copiers[2]
         for job, manager in enumerate(managers):
             worker_job = manager.prepare_load(keys[:2], "b")
-            rank.worker.load(9, worker_job, DeviceBlocks(np.arange(2) + 4, [2], [0]))
+            rank.worker.begin(LOAD, 9, worker_job, DeviceBlocks(np.arange(2) + 4, [2], [0]))
             assert rank.ended(9).ok
             assert (rank.pages[:, 4:6] == job + 1).all()
         rank.worker.close()
@@ -245,7 +249,7 @@ def test_each_worker_job_goes_to_the_region_that_it_names(tmp_path: Path) -> Non
 def test_one_load_of_several_is_given_up() -> None:
     given_up: list[int] = []
     rank = Rank(0, copies=RANKS)
-    copier = SimpleNamespace(give_up=given_up.append)
+    copier = SimpleNamespace(jobs=SimpleNamespace(give_up=given_up.append))
     rank.worker.give_up(5)
     rank.worker._numbers.update({1: (5, 4), 2: (6, 4), 3: (7, 4)})
     rank.worker.give_up(6)
@@ -290,7 +294,7 @@ def test_a_region_is_opened_before_the_engine_serves_and_not_anew_by_the_first_w
         assert "before its copies are as fast" in caplog.text
         assert counted.rank.worker._least_slots == 3
         _, worker_job = manager.prepare_store(list(make_keys(1)), "a")
-        counted.rank.worker.store(1, worker_job, DeviceBlocks(np.arange(1), [1], [0]))
+        counted.rank.worker.begin(STORE, 1, worker_job, DeviceBlocks(np.arange(1), [1], [0]))
         assert counted.rank.ended(1).ok
         assert counted.opened == 1
         counted.rank.worker.close()

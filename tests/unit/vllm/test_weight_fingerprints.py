@@ -23,9 +23,8 @@ from kvtier.vllm.identity.namespace_facts import (
     check_hash,
     configuration_of,
     environment_of,
-    whole_name,
 )
-from kvtier.weight_fingerprints import fingerprint_folder, fingerprint_weights
+from kvtier.weight_fingerprints import fingerprint_folder, fingerprint_weights, whole_name
 
 
 def test_the_same_bytes_have_the_same_fingerprint(tmp_path: Path) -> None:

@@ -194,14 +194,14 @@ def test_a_copier_loads_only_what_is_proved(page: int, at: int) -> None:
         host.put(slot, key, table.VALID)
     host.record(2)[at] ^= 1
     copier = CpuCopier(RankRecords(tensors.layout, host, NAMESPACE), tensors.arrays, load_threads=1)
-    assert copier._pages._one_pass
+    assert copier._pages.one_pass
     blocks = DeviceBlocks(np.arange(8), [8], [0])
     slots, kind = list(range(4)), TransferKind.LOAD
     job = CopyJob(id=1, kind=kind, keys=keys, slots=slots, blocks=blocks, deadline=float("inf"))
     before = tensors.arrays[0].copy()
-    copier.submit(job)
-    copier.wait([1])
-    (result,) = copier.poll()
+    copier.jobs.submit(job)
+    copier.jobs.wait([1])
+    (result,) = copier.jobs.poll()
     copier.close()
     ok, wrong, late = Outcome.OK, Outcome.CORRUPT, Outcome.CANCELLED
     assert result.outcomes == [ok, ok, wrong, late]
