@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import stat
 import struct
 import threading
 import time
@@ -29,7 +28,15 @@ from kvtier.errors import FormatError, MediumError
 from kvtier.interfaces.handler import RegionHandler, own_spec
 from kvtier.record.record import Buffer
 from kvtier.slab import layout
-from kvtier.slab.files import DATA_SUFFIX, SAID_BYTES, TABLE_SUFFIX, held, let_go, owner_path
+from kvtier.slab.files import (
+    DATA_SUFFIX,
+    SAID_BYTES,
+    TABLE_SUFFIX,
+    held,
+    let_go,
+    owner_path,
+    read_part,
+)
 from kvtier.slab.layout import (
     PIECES_MAX,
     SLOT_BITS,
@@ -256,15 +263,6 @@ def uses_told(mark: Path, heard: int | None) -> tuple[int, list[list[tuple[int, 
 def engine_of(mark: Path) -> str:
     """The name of the engine that a mark is of."""
     return _read(mark, _TEXT_AT, _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
-
-
-def read_part(file: Path, at: int, size: int) -> bytes:
-    """Some bytes of a file, or fewer; none of what is no file. Raises OSError."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return os.pread(fd, size, at) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
 
 
 def _read(mark: Path, at: int, size: int) -> bytes:
