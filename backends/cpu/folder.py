@@ -134,8 +134,6 @@ class CpuFolder(SlabFolder):
         path = owner_path(self.owners, owner)
         others = [mark for mark in all_marks(self.root) if mark != path]
         if marks_named(others, self._engine):
-            path.unlink()
-            os.close(fd)
             raise MediumInUse(
                 f"the engine name {self._engine!r} is in use in {self.root}: give each engine a "
                 "name of its own"

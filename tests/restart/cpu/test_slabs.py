@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -11,9 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
+from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, Region
 from kvtier.backends.cpu.folder import in_use, root_of
+from kvtier.backends.cpu.medium import Mark
 from kvtier.backends.cpu.memory import no_huge_pages
 from kvtier.errors import MediumError, MediumInUse
 from kvtier.interfaces.backend import TierContext
@@ -218,6 +221,22 @@ def test_two_engines_of_one_name_are_told_apart(tmp_path: Path) -> None:
         BACKEND.open_tier(settings(tmp_path), CONTEXT)
     with opened(tmp_path):
         pass
+
+
+def test_a_mark_that_cannot_be_written_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full tmpfs, say, by a process that lives on and tries again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = open_files()
+    monkeypatch.setattr(Mark, "begin", full)
+    with pytest.raises(MediumError, match="free some room"):
+        BACKEND.open_tier(settings(tmp_path), CONTEXT)
+    assert open_files() == before
+    assert not in_use(root(tmp_path))
 
 
 def test_an_engine_whose_folder_is_removed_starts_over_and_so_do_its_workers(
