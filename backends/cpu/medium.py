@@ -560,7 +560,7 @@ class CpuHandler(RegionHandler):
     ) -> list[Outcome]:
         outcomes = []
         for slot, key, record in zip(self._slots(spec), keys, records, strict=True):
-            if layout.entry_key(self.region.table, slot) != key:
+            if layout.key_in(self.region.entry(slot)) != key:
                 outcomes.append(Outcome.GONE)
                 continue
             self.region.record(slot)[: len(record)] = record

@@ -149,10 +149,8 @@ class RetentionFiles:
 
     def look(self, *, at_end: bool = False) -> None:
         """For the keeper's thread: write the list if that has changed, and read what is pinned."""
-        if self._list is not None and at_end:
-            self._list.close()
-        elif self._list is not None:
-            self._list.write()
+        if self._list is not None:
+            self._list.write(at_once=at_end)
         if self._heeds_pins and not at_end:
             self._look_at_pins()
 

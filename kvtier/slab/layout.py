@@ -174,20 +174,17 @@ def possible(uses: int, at: float, now: float) -> tuple[int, int]:
     return max(0, min(uses, USES_MAX)), int(max(0.0, min(at, now)))
 
 
-def block_stamp(entry: bytes) -> bytes:
-    """What stays as it is as long as an entry speaks of one block: all but state and statistics."""
-    return entry[1:USES_AT] + entry[USES_AT + USES.size :]
-
-
 def same_block(one: bytes, other: bytes) -> bool:
-    """Whether two readings of an entry speak of one and the same block, used meanwhile or not."""
-    return one[0] == other[0] and block_stamp(one) == block_stamp(other)
+    """Whether two readings of an entry speak of one and the same block, used meanwhile or not: all
+    but the statistics is as it was."""
+    behind = USES_AT + USES.size
+    return one[:USES_AT] == other[:USES_AT] and one[behind:] == other[behind:]
 
 
 def are_same_blocks(
     some: npt.NDArray[np.void], others: npt.NDArray[np.void]
 ) -> npt.NDArray[np.bool_]:
-    """Whether readings of entries have the same stamps (`block_stamp`), one by one."""
+    """Whether readings of entries speak of the same blocks, one by one, whatever their states."""
     one, other = (each.view(np.uint8).reshape(-1, ENTRY_BYTES) for each in (some, others))
     alike = one == other
     alike[:, 0] = alike[:, USES_AT : USES_AT + USES.size] = True
@@ -225,12 +222,6 @@ def ends_first_order(last_used: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]
     order: npt.NDArray[np.intp] = np.repeat(begins + ends - 1, ends - begins)
     order -= np.arange(len(last_used))
     return order
-
-
-def entry_key(table: Buffer, slot: int) -> BlockKey:
-    """The key that stands in a table's entry."""
-    at = entry_at(slot)
-    return key_in(table[at : at + ENTRY_BYTES])
 
 
 def key_in(entry: Buffer | bytes | bytearray) -> BlockKey:

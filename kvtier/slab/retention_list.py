@@ -163,37 +163,21 @@ class KeptList:
             reason = getattr(error, "strerror", None) or error
             logger.warning("what was retained before is not any more: %s: %s", self.path, reason)
 
-    @property
-    def unwritten(self) -> bool:
-        """Whether there is something to write, and it can be written."""
-        return self._retained.changed and not self._failed
-
-    @property
-    def _due(self) -> bool:
-        return self._retained.changed and self._clock() >= self._next
-
     def write(self, *, at_once: bool = False) -> None:
         """Write the list if it has changed, not too often, or `at_once`; not for two threads at the
-        same time."""
-        if not (self._retained.changed if at_once else self._due):
-            return
+        same time. May block."""
         began = self._clock()
+        if not self._retained.changed or not (at_once or began >= self._next):
+            return
         try:
             sessions = self._retained.take_all()
             write(self._disk, self.path, sessions, self._namespace)
         except OSError as error:
-            self._fail(error)
+            self._retained.changed = True
+            self._next = self._clock() + _FAILED_S
+            if not self._failed:
+                logger.warning("what is retained is not kept for the next start: %s", error)
+            self._failed = True
             return
         self._failed = False
         self._next = began + max(_LEAST_S, _SHARE * (self._clock() - began))
-
-    def _fail(self, error: Exception) -> None:
-        self._retained.changed = True
-        self._next = self._clock() + _FAILED_S
-        if not self._failed:
-            logger.warning("what is retained is not kept for the next start: %s", error)
-        self._failed = True
-
-    def close(self) -> None:
-        """Write what has changed; may block."""
-        self.write(at_once=True)

@@ -123,12 +123,11 @@ def test_a_list_that_cannot_be_written_is_said_once_and_tried_again(
     kept = KeptList(retained, tmp_path / "list", OURS, disk, lambda: now[0])
     kept.begin()
     retained.retain(KEYS[:2], "a", 100.0, lambda _: True)
-    assert kept.unwritten
     for _ in range(3):
         kept.write()
         now[0] += 100.0
     assert len(caplog.records) == 1
-    assert not kept.unwritten, "nobody is to wait for it"
+    assert retained.changed, "it is not written yet"
     disk.full = False
     kept.write()
     again = RetainedBlocks(lambda: 2.0)
