@@ -43,7 +43,6 @@ class CpuTier(FolderTier):
     ) -> None:
         self.region = folder.region
         self._entries = self.region.entries()
-        self._root = folder.root
         self._keep_s = keep_s
         self._folder = folder
         self._heard: deque[tuple[float, list[tuple[int, int]]]] = deque(maxlen=_HEARD_MAX)
@@ -299,8 +298,7 @@ class CpuTier(FolderTier):
 
     def _note_use(self) -> None:
         own = [place.slab.id for place in list(self._places.by_slab.values()) if place.mine]
-        tables = map(self._keeper.folder.table_path, own)
-        note_use(self._root, self._keep_s, tables)
+        note_use(self._folder.root, self._keep_s, map(self._folder.table_path, own))
 
     @property
     def shared(self) -> bool:  # type: ignore[override]
@@ -334,4 +332,4 @@ class CpuTier(FolderTier):
         self._policy.close()
         self._entries = np.empty(0, layout.ENTRY_DTYPE)
         self.region.close()
-        tidy_up(self._root)
+        tidy_up(self._folder.root)

@@ -125,21 +125,6 @@ def remove_broken_slab(table: Path) -> None:
                 remove_slab(Disk(), table)
 
 
-@contextlib.contextmanager
-def filling_alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """Be the only command that fills a folder: of two at once each would store, in slabs of
-    its own, what the other has on its way. `waits` is called if there is another."""
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # opening the tier says what is wrong
-            folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            held.callback(os.close, fd)
-            if not lock_within(fd, fcntl.LOCK_EX, 0.0):
-                waits()
-                _wait_for(fd, folder)
-        yield
-
-
 def _wait_for(fd: int, folder: Path) -> None:
     """Lock a folder as soon as the command has ended that fills it, however long that takes; raises
     MediumInUse if that command is stopped, because it would be for ever."""
@@ -350,10 +335,21 @@ class FolderFilling(Filling[S]):
         super().__init__(*args)
         self.root = root
 
-    def alone(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Of two commands at once each would store, in slabs of its own, what the other has on its
+        way."""
         folder = self.root
-        said = f"another command is filling {folder}: waiting until it has ended"
-        return filling_alone(folder, lambda: self.reporter.warn(said))
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # opening the tier says what is wrong
+                folder.mkdir(mode=0o700, exist_ok=True)
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                held.callback(os.close, fd)
+                if not lock_within(fd, fcntl.LOCK_EX, 0.0):
+                    said = f"another command is filling {folder}: waiting until it has ended"
+                    self.reporter.warn(said)
+                    _wait_for(fd, folder)
+            yield
 
     def opened_settings(self) -> S:
         """In a folder that the stack only reads, how much others keep is up to them."""
