@@ -292,16 +292,13 @@ def pieces_of(
 
 def piece_slots(slot_bytes: int) -> int:
     """How many slots a piece has, of a slab that begins with a page; the last may have fewer."""
-    count = max(PIECE_BYTES // slot_bytes, 1)
-    while count * slot_bytes % mmap.PAGESIZE:
-        count += 1
-    return count
+    return len(next(pieces_of(SLOTS_MAX, slot_bytes, 0, PIECE_BYTES)))
 
 
 def pieces_in(base: int, slots: int, slot_bytes: int) -> list[range]:
     """The pieces of a slab whose slots are numbered from `base` on, which begins with a page."""
-    step, end = piece_slots(slot_bytes), base + slots
-    return [range(at, min(at + step, end)) for at in range(base, end, step)]
+    pieces = pieces_of(slots, slot_bytes, 0, PIECE_BYTES)
+    return [range(base + piece.start, base + piece.stop) for piece in pieces]
 
 
 def pinning_order(entries: npt.NDArray[np.void], pieces: Sequence[range]) -> list[range]:
