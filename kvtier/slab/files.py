@@ -188,7 +188,7 @@ def owner_path(owners: Path, owner: int) -> Path:
 def hold_owner(owners: Path, owner: int) -> int:
     """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
     path = owner_path(owners, owner)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if not lock_within(fd, fcntl.LOCK_SH, _HOLD_S):
             raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import time
@@ -249,6 +250,14 @@ def test_an_engine_whose_folder_is_removed_starts_over_and_so_do_its_workers(
         shutil.rmtree(root(tmp_path))
         tier.refresh()
         assert tier.lookup(make_keys(3)) == [Presence.MISS] * 3
+        files = open_files()
+        with tier.region.path.open("rb") as asking:  # whether it is held, as neighbours do
+            fcntl.flock(tier.region._fd, fcntl.LOCK_UN)
+            fcntl.flock(asking, fcntl.LOCK_EX)
+            worker.refresh()
+            fcntl.flock(asking, fcntl.LOCK_UN)
+            fcntl.flock(tier.region._fd, fcntl.LOCK_SH)
+        assert open_files() == files
         put(tier, make_keys(2, start=50))
         assert served(tier, make_keys(2, start=50)) == make_keys(2, start=50)
         worker.refresh()
