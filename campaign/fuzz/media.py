@@ -95,8 +95,7 @@ def _table() -> Target:
     def parse(data: bytes) -> None:
         data = mended(data)
         found = layout.SlabHeader.unpack(data)
-        slots = min(found.slots, max(0, (len(data) - layout.TABLE_AT) // layout.ENTRY_BYTES))
-        rows = layout.read_entries(data, slots)
+        rows = layout.entries_in(data, found.slots)
         valid = layout.committed(rows)
         keys = layout.keys_of(rows[valid])
         assert all(0 < len(key) <= 40 for key in keys)

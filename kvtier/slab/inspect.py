@@ -23,13 +23,12 @@ from kvtier.slab.layout import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
     RESERVED,
-    TABLE_AT,
     VALID,
     SlabHeader,
     committed,
+    entries_in,
     entry_at,
     keys_of,
-    read_entries,
     runs,
     same_block,
 )
@@ -67,8 +66,7 @@ class Slab(msgspec.Struct, kw_only=True):
         text = b""
         with contextlib.suppress(FileNotFoundError):
             text = read_file(self.table, self.header.table_bytes)
-        slots = max(0, min(self.header.slots, (len(text) - TABLE_AT) // ENTRY_BYTES))
-        return read_entries(text.ljust(TABLE_AT, b"\0"), slots)
+        return entries_in(text, self.header.slots)
 
     def entry(self, slot: int) -> bytes:
         """One entry as it is now; raises OSError if the table is gone."""

@@ -234,6 +234,12 @@ def read_entries(table: Buffer | bytes, slots: int) -> npt.NDArray[np.void]:
     return np.frombuffer(table, ENTRY_DTYPE, slots, TABLE_AT)
 
 
+def entries_in(text: bytes, slots: int = SLOTS_MAX) -> npt.NDArray[np.void]:
+    """The entries of a table as it was read, which may be cut short; at most so many."""
+    there = max(0, len(text) - TABLE_AT) // ENTRY_BYTES
+    return read_entries(text.ljust(TABLE_AT, b"\0"), min(slots, there))
+
+
 def committed(entries: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
     """The slots whose entries say that a block is there."""
     # A length of 0 wraps to 255, so that one comparison rules out both impossible ends.

@@ -56,8 +56,8 @@ from kvtier.slab.layout import (
     TABLE_AT,
     SlabHeader,
     committed,
+    entries_in,
     keys_of,
-    read_entries,
 )
 from kvtier.slab.watch import SlabUpdate
 from kvtier.types import BlockKey
@@ -85,9 +85,7 @@ def _kept(home: Path) -> set[BlockKey]:
 def _keys(table: Path) -> list[BlockKey]:
     """What a table says is there; nothing, if it cannot be read."""
     with contextlib.suppress(OSError):
-        text = read_part(table, 0, TABLE_BYTES_MAX)
-        slots = max(0, len(text) - TABLE_AT) // ENTRY_BYTES
-        entries = read_entries(text.ljust(TABLE_AT, b"\0"), slots)
+        entries = entries_in(read_part(table, 0, TABLE_BYTES_MAX))
         return keys_of(entries[committed(entries)])
     return []
 
