@@ -40,23 +40,25 @@ class Turns:
         from beginning, so that what a lookup has found is there a moment later."""
         self._idle_since = 0.0
 
-    def if_idle(self, waits: Callable[[], object], take: Callable[[], None]) -> bool:
-        """For the keeper's thread: `take` as long as something `waits` and nobody calls, if nobody
-        has for some time; whether that was so."""
+    def if_idle(
+        self, waits: Callable[[], object], take: Callable[[], None], then: Callable[[], None]
+    ) -> None:
+        """For the keeper's thread: `take` as long as something `waits` and nobody calls, and what
+        comes `then`, if nobody has called for some time."""
         now = time.monotonic()
         if self.asked:
             self.asked, self._idle_since = False, now
-            return False
+            return
         if now - self._idle_since < self._idle_s or not self.mutex.acquire(blocking=False):
-            return False
+            return
         try:
             self.taking = True
             while waits() and not self.asked:
                 take()
+            then()
         finally:
             self.taking = False
             self.mutex.release()
-        return True
 
 
 P = ParamSpec("P")
@@ -166,8 +168,7 @@ class FolderTier(SlabTier):
     def _between_rounds(self) -> None:
         """In the keeper's thread: what the tier's own thread is not there to do."""
         self._retention.look()
-        if self.turns.if_idle(lambda: self._keeper.updates, self._take_some_in):
-            self._events.fold()
+        self.turns.if_idle(lambda: self._keeper.updates, self._take_some_in, self._events.fold)
 
     def _catch_up(self) -> None:
         self.turns.asked = True

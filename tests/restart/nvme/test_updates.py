@@ -129,6 +129,32 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
     assert found == [Presence.MISS] * 4
 
 
+def test_nobody_tells_of_events_while_the_keeper_folds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came meanwhile would be lost."""
+    engine = Engine(tmp_path / "kv", blocks=4)
+    key, mutex = make_keys(1), engine.tier.turns.mutex
+    free: list[bool] = []
+
+    def another_calls() -> None:
+        free.append(mutex.acquire(blocking=False))
+        if free[-1]:
+            mutex.release()
+
+    def fold() -> None:
+        calling = threading.Thread(target=another_calls)
+        calling.start()
+        calling.join()
+
+    engine.put(key)
+    engine.keeper.when_idle()
+    engine.tier.turns._idle_since -= 10
+    monkeypatch.setattr(engine.tier._events, "fold", fold)
+    engine.keeper.when_idle()
+    assert free == [False]
+
+
 class Door:
     """A lock that says when somebody waits for it."""
 
