@@ -12,6 +12,7 @@ import os
 import stat
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -162,7 +163,7 @@ class RetentionFiles:
         self._list: Path | None = None
         self._next = 0.0
         self._heeds_pins = False
-        self._read: dict[BlockKey, float] | None = None
+        self._read: deque[dict[BlockKey, float]] = deque(maxlen=1)
         """Read by the keeper's thread, to be taken in by the tier's own."""
         self._read_stamp: tuple[int, int, int] | None = None
 
@@ -195,10 +196,10 @@ class RetentionFiles:
 
     def take_pins(self) -> bool:
         """Retain what people have pinned since the last call; whether that has changed."""
-        pins, self._read = self._read, None
-        if pins is not None:
-            self._retained.pin(pins)
-        return pins is not None
+        if not self._read:
+            return False
+        self._retained.pin(self._read.pop())
+        return True
 
     def look(self, *, at_end: bool = False) -> None:
         """For the keeper's thread: write the list if that has changed, not too often but `at_end`,
@@ -227,7 +228,7 @@ class RetentionFiles:
             return
         self._read_stamp = seen
         try:
-            self._read = read_pins(path, self._namespace)
+            self._read.append(read_pins(path, self._namespace))
         except (FormatError, OSError) as error:
             self._warn(f"{path} does not say what is pinned: {error}")
 
