@@ -157,7 +157,7 @@ def test_what_nobody_listens_to_is_told_later_as_one_difference(
 ) -> None:
     monkeypatch.setattr("kvtier.slab.folder_tier.FolderTier.idle_s", 0.0)
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
-    first, keys = make_keys(3), make_keys(300, start=100)
+    first, keys = make_keys(3), make_keys(150, start=100)
     busy.put(first)
     idle.tier.refresh()
     known = {key for event in idle.tier.take_events() for key in event.keys}

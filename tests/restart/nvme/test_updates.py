@@ -19,7 +19,7 @@ from kvtier.types import BlockKey, Presence
 
 def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
-    keys = make_keys(300)
+    keys = make_keys(150)
     for key in keys:
         busy.put([key])
         idle.keeper.work()
