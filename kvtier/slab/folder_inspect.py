@@ -120,9 +120,10 @@ def remove_broken_slab(table: Path) -> None:
             raise MediumInUse(f"{table} is broken, and {home} is in use: stop its engines first")
         try:
             _read_table(table)
-        except (FormatError, OSError) as error:
-            if isinstance(error, FormatError) and not isinstance(error, NewerFormat):
-                remove_slab(Disk(), table)
+        except (NewerFormat, OSError):
+            return
+        except FormatError:
+            remove_slab(Disk(), table)
 
 
 def _wait_for(fd: int, folder: Path) -> None:
