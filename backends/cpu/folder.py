@@ -21,7 +21,6 @@ from kvtier.backends.cpu.medium import (
     Mark,
     Region,
     marks_named,
-    read_part,
     uses_told,
 )
 from kvtier.backends.cpu.memory import NewMemory, claim_ahead, slots_aligned, taken_ahead
@@ -38,6 +37,8 @@ from kvtier.slab.files import (
     homes,
     marks,
     owner_path,
+    read_header,
+    read_part,
     slab_files,
     take_away,
 )
@@ -133,8 +134,6 @@ class CpuFolder(SlabFolder):
         path = owner_path(self.owners, owner)
         others = [mark for mark in all_marks(self.root) if mark != path]
         if marks_named(others, self._engine):
-            path.unlink()
-            os.close(fd)
             raise MediumInUse(
                 f"the engine name {self._engine!r} is in use in {self.root}: give each engine a "
                 "name of its own"
@@ -289,7 +288,7 @@ def _tables(root: Path) -> list[Path]:
 def _is_discarded(table: Path) -> bool:
     """Whether nobody wants what a slab holds, now that its engine has gone."""
     try:
-        header = layout.SlabHeader.unpack(read_part(table, 0, layout.TABLE_AT))
+        header = read_header(table)
     except NewerFormat:
         return False
     except FormatError:
@@ -306,17 +305,11 @@ def make_way(root: Path, own: str, disk: Disk) -> None:
                 logger.warning("%s goes: no engine of another model runs", home)
                 shutil.rmtree(home, ignore_errors=True)
             for table in slab_files(home, TABLE_SUFFIX):
-                if not _is_readable(table):
+                try:
+                    read_header(table)
+                except (FormatError, OSError):
                     logger.warning("%s goes: it is damaged, or of another version", table)
                     take_away(disk, table)
-
-
-def _is_readable(table: Path) -> bool:
-    try:
-        layout.SlabHeader.unpack(read_part(table, 0, layout.TABLE_AT))
-    except (FormatError, OSError):
-        return False
-    return True
 
 
 def remove(root: Path) -> bool:

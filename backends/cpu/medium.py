@@ -9,11 +9,9 @@ mark, too: so the slabs of a dead engine are adopted when the last of its proces
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import mmap
 import os
-import stat
 import struct
 import threading
 import time
@@ -29,7 +27,16 @@ from kvtier.errors import FormatError, MediumError
 from kvtier.interfaces.handler import RegionHandler, own_spec
 from kvtier.record.record import Buffer
 from kvtier.slab import layout
-from kvtier.slab.files import DATA_SUFFIX, SAID_BYTES, TABLE_SUFFIX, held, let_go, owner_path
+from kvtier.slab.files import (
+    DATA_SUFFIX,
+    SAID_BYTES,
+    TABLE_SUFFIX,
+    held,
+    hold_owner,
+    let_go,
+    owner_path,
+    read_part,
+)
 from kvtier.slab.layout import (
     PIECES_MAX,
     SLOT_BITS,
@@ -39,15 +46,12 @@ from kvtier.slab.layout import (
     pieces_in,
     pinning_order,
 )
-from kvtier.system.disk import lock_within
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, SlotSpec
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 """All users share /dev/shm, and may lay a link there that leads anywhere."""
 _CHANGES_S, _LOOK_S = 1.0, 0.0002
 """An owner changes its mark within microseconds, unless others have the processor."""
-_LOCK_TRY_S = 0.2
-"""How long to try for a lock: who only asks whether it is held takes it for a moment."""
 
 _NAME_AT = SAID_BYTES
 _WORD_AT = 32
@@ -258,15 +262,6 @@ def engine_of(mark: Path) -> str:
     return _read(mark, _TEXT_AT, _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
-def read_part(file: Path, at: int, size: int) -> bytes:
-    """Some bytes of a file, or fewer; none of what is no file. Raises OSError."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return os.pread(fd, size, at) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
-
-
 def _read(mark: Path, at: int, size: int) -> bytes:
     with contextlib.suppress(OSError):
         return read_part(mark, at, size)
@@ -301,16 +296,14 @@ class Region:
     def attach(cls, path: Path) -> Region:
         """Map what an owner has made; raises MediumError or FormatError."""
         try:
-            fd = os.open(path, OPEN_FLAGS)
+            fd = hold_owner(path.parent, int(path.name, 16))
         except OSError as error:
             raise MediumError(
                 f"cannot open the CPU memory {path} ({error.strerror}): its engine makes it first"
             ) from error
         try:
-            if not lock_within(fd, fcntl.LOCK_SH, _LOCK_TRY_S):
-                raise MediumError(f"the CPU memory {path} is being taken over: try again")
             region = cls(path, fd)
-        except (FormatError, MediumError, OSError, ValueError):
+        except (FormatError, OSError, ValueError):
             os.close(fd)
             raise
         region.refresh()
@@ -345,10 +338,8 @@ class Region:
         """The mark was removed, and another takes its place. What was mapped stays so, because
         somebody may be copying there, until the owner gives its numbers to others."""
         while owner := self.mark.moved_to:
-            path = owner_path(self.path.parent, owner)
-            fd = os.open(path, OPEN_FLAGS)
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self.rebind(path, fd)
+            fd = hold_owner(self.path.parent, owner)
+            self.rebind(owner_path(self.path.parent, owner), fd)
 
     def rebind(self, path: Path, fd: int) -> None:
         """Another mark says what is where."""
@@ -562,7 +553,7 @@ class CpuHandler(RegionHandler):
     ) -> list[Outcome]:
         outcomes = []
         for slot, key, record in zip(self._slots(spec), keys, records, strict=True):
-            if layout.entry_key(self.region.table, slot) != key:
+            if layout.key_in(self.region.entry(slot)) != key:
                 outcomes.append(Outcome.GONE)
                 continue
             self.region.record(slot)[: len(record)] = record

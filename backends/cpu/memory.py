@@ -238,15 +238,15 @@ class MemoryAhead:
         self._files: list[tuple[int, int]] = []
         """Descriptors and sizes, those first that are taken first."""
         self._taken = threading.Condition()
-        self._left = len(sizes)
-        for size in sizes:
-            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            self._files.append((fd, size))
         self._unwanted = False
-        thread = threading.Thread(target=self._take, name="kvtier-memory", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # the system gives no more threads
+            for size in sizes:
+                fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                self._files.append((fd, size))
+            self._left = len(sizes)
+            threading.Thread(target=self._take, name="kvtier-memory", daemon=True).start()
+        except (OSError, RuntimeError):  # the system gives no more files, or threads
+            self._left = 0  # nobody takes anything
             self.close()
             raise
 

@@ -43,7 +43,6 @@ class CpuTier(FolderTier):
     ) -> None:
         self.region = folder.region
         self._entries = self.region.entries()
-        self._root = folder.root
         self._keep_s = keep_s
         self._folder = folder
         self._heard: deque[tuple[float, list[tuple[int, int]]]] = deque(maxlen=_HEARD_MAX)
@@ -226,12 +225,15 @@ class CpuTier(FolderTier):
     def _pins_are_made(self) -> bool:
         """Whether a device reaches all own slots, or as many as ever."""
         step = piece_slots(self.slot_bytes)
-        own = [place for place in self._places.by_slab.values() if place.mine]
         return all(
             self.region.mark.pinned(self._places.index(place))
             == (1 << -(-place.slab.header.slots // step)) - 1
-            for place in own
+            for place in self._own_places()
         )
+
+    def _own_places(self) -> list[SlotPlace]:
+        """For any thread: the tier's own may number another slab meanwhile."""
+        return [place for place in list(self._places.by_slab.values()) if place.mine]
 
     def give_up(self, keys: Sequence[BlockKey]) -> None:
         waiting = [key for key in keys if self._state_of(key) == layout.RESERVED]
@@ -298,9 +300,8 @@ class CpuTier(FolderTier):
             self._pinning = not self._pins_are_made()
 
     def _note_use(self) -> None:
-        own = [place.slab.id for place in list(self._places.by_slab.values()) if place.mine]
-        tables = map(self._keeper.folder.table_path, own)
-        note_use(self._root, self._keep_s, tables)
+        tables = [self._folder.table_path(place.slab.id) for place in self._own_places()]
+        note_use(self._folder.root, self._keep_s, tables)
 
     @property
     def shared(self) -> bool:  # type: ignore[override]
@@ -334,4 +335,4 @@ class CpuTier(FolderTier):
         self._policy.close()
         self._entries = np.empty(0, layout.ENTRY_DTYPE)
         self.region.close()
-        tidy_up(self._root)
+        tidy_up(self._folder.root)

@@ -13,7 +13,6 @@ from kvtier.backends.nvme.backend import BACKEND, NvmeBackend
 from kvtier.backends.nvme.medium import NvmeHandler, NvmeSpec
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.slab.folder import slab_bytes
 
 __all__ = [
     "BACKEND",
@@ -22,5 +21,4 @@ __all__ = [
     "NvmeSettings",
     "NvmeSpec",
     "NvmeTier",
-    "slab_bytes",
 ]

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.errors import UNREADABLE
+from kvtier.inspect.contents import DriveWear
 
 _PROGRAM = "nvme"
 _TIMEOUT_S = 5.0
@@ -25,18 +26,6 @@ _UNIT_BYTES = 512_000
 _COUNT_MAX = 1 << 64
 _NAMESPACE = re.compile(r"nvme\d+(c\d+)?n\d+")
 _DEPTH_MAX = 8
-
-
-class Drive(msgspec.Struct, frozen=True):
-    """One drive below a folder."""
-
-    device: str
-    written: int | None = None
-    """Bytes, in its whole life."""
-    percent_used: int | None = None
-    """How much of its endurance its maker holds for used up; may exceed 100."""
-    problem: str = ""
-    """Why nothing is known."""
 
 
 class _Answer(msgspec.Struct):
@@ -82,45 +71,47 @@ def _leaves(block: Path, depth: int) -> Iterator[str]:
         yield block.name
 
 
-def read_drives(folder: Path, root: Path = Path("/")) -> list[Drive]:
+def read_drives(folder: Path, root: Path = Path("/")) -> list[DriveWear]:
     """What the drives below a folder say, or why they do not."""
     names = drives_of(folder, root)
     if not names:
-        return [Drive("", problem="the system names no NVMe drive below this folder")]
+        return [DriveWear(device="", problem="the system names no NVMe drive below this folder")]
     program = shutil.which(_PROGRAM)
     if program is None:
-        return [Drive(f"/dev/{name}", problem="nvme-cli is not installed") for name in names]
+        return [
+            DriveWear(device=f"/dev/{name}", problem="nvme-cli is not installed") for name in names
+        ]
     return [_ask(program, f"/dev/{name}") for name in names]
 
 
-def _ask(program: str, device: str) -> Drive:
+def _ask(program: str, device: str) -> DriveWear:
     command = [program, "smart-log", "--output-format=json", device]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return Drive(device, problem=_line(f"nvme smart-log: {error}"))
+        return DriveWear(device=device, problem=_line(f"nvme smart-log: {error}"))
     if done.returncode:
         said = done.stderr or done.stdout
         reason = _line(said[:_ANSWER_MAX].decode(errors="replace")) or f"code {done.returncode}"
-        return Drive(device, problem=f"nvme smart-log: {reason}")
+        return DriveWear(device=device, problem=f"nvme smart-log: {reason}")
     return parse(device, done.stdout)
 
 
-def parse(device: str, text: bytes) -> Drive:
+def parse(device: str, text: bytes) -> DriveWear:
     """What nvme-cli has answered; its versions write large numbers as texts, too."""
     problem = "nvme smart-log says nothing that kvtier can read"
     if len(text) > _ANSWER_MAX:
-        return Drive(device, problem=problem)
+        return DriveWear(device=device, problem=problem)
     try:
         answer = msgspec.json.decode(text, type=_Answer)
         units, percent = int(answer.data_units_written), int(answer.percent_used)
     except (*UNREADABLE, ValueError):
-        return Drive(device, problem=problem)
+        return DriveWear(device=device, problem=problem)
     if not (0 <= units < _COUNT_MAX and 0 <= percent <= 255):
-        return Drive(device, problem=problem)
-    return Drive(device, units * _UNIT_BYTES, percent)
+        return DriveWear(device=device, problem=problem)
+    return DriveWear(device=device, written=units * _UNIT_BYTES, percent_used=percent)
 
 
 def _line(text: str) -> str:

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvtier import amounts
-from kvtier.backends.nvme.drives import Drive, read_drives
+from kvtier.backends.nvme.drives import read_drives
 from kvtier.backends.nvme.settings import NvmeSettings
 from kvtier.backends.nvme.write_budget import NAME, WriteLedger, read_entry
 from kvtier.inspect import Finding, Level
-from kvtier.inspect.contents import DriveWear, Writes, standing
+from kvtier.inspect.contents import Writes, standing
 from kvtier.interfaces.write_budget import BURST_S
 from kvtier.settings import WHOSE
 from kvtier.slab.files import LOCK, TABLE_SUFFIX, homes, slab_files, used_bytes
@@ -35,23 +35,14 @@ def writes_to(settings: NvmeSettings, capacity: int) -> Writes | None:
     entry = read_entry(root / NAME)
     if rate is None and entry is None:
         return None
-    drives = [_wear(drive) for drive in read_drives(standing(root))]
-    found = Writes(per_day=None if rate is None else rate * _DAY_S, drives=drives)
+    per_day = None if rate is None else rate * _DAY_S
+    found = Writes(per_day=per_day, drives=read_drives(standing(root)))
     if entry is not None:
         found.written, found.since = entry.written, entry.since
         if rate is not None:
             now = WriteLedger(root, rate, BURST_S * rate).look()
             found.left = 0.0 if now is None else max(0.0, now.level)
     return found
-
-
-def _wear(drive: Drive) -> DriveWear:
-    return DriveWear(
-        device=drive.device,
-        written=drive.written,
-        percent_used=drive.percent_used,
-        problem=drive.problem,
-    )
 
 
 def check_writes(area: str, settings: NvmeSettings) -> Iterator[Finding]:

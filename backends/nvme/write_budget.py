@@ -1,4 +1,4 @@
-"""How much may be written to a folder on a drive that wears: ledger, leases of engines, meter."""
+"""How much may be written to a folder on a drive that wears: the ledger, and leases of engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from kvtier.backends.nvme.drives import read_drives
 from kvtier.chain.admission import SPREAD_S
 from kvtier.interfaces.write_budget import BURST_S, TokenBucket, WriteAllowance
 from kvtier.record.record import record_bytes
@@ -24,7 +23,7 @@ from kvtier.slab.files import folder_locked
 from kvtier.slab.folder import SlabFolder
 from kvtier.slab.layout import ENTRY_BYTES
 from kvtier.system.calls import abandonable
-from kvtier.types import BlockKey, Namespace, Outcome
+from kvtier.types import BlockKey, Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +45,6 @@ class Entry(msgspec.Struct, frozen=True):
     written: float
     """Bytes, by all engines with a budget, since `since`."""
     since: float
-
-    @property
-    def bucket(self) -> TokenBucket:
-        return TokenBucket(self.rate, self.burst, self.level, self.at)
 
 
 class WriteLedger:
@@ -199,7 +194,7 @@ class Leases:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
-        self.allowance = self._allowance = allowance
+        self.allowance = allowance
         self._clock = clock
         self._told = 0.0
         self._next = self._next_look = self._not_before = 0.0
@@ -208,18 +203,18 @@ class Leases:
     @property
     def _ahead(self) -> float:
         """What is held at least."""
-        block = self._allowance.block_bytes
-        return max(block, min(_AHEAD_BLOCKS * block, _AHEAD_S * self._allowance.rate))
+        block = self.allowance.block_bytes
+        return max(block, min(_AHEAD_BLOCKS * block, _AHEAD_S * self.allowance.rate))
 
     def begin(self, when_short: Callable[[], None]) -> None:
         """Take the first lease, and have `when_short` called where that does not reach."""
-        self._allowance.when_short = when_short
+        self.allowance.when_short = when_short
         self.renew(at_once=True)
 
     def renew(self, *, at_once: bool = False) -> None:
         """Take, or give back, what is due. Raises OSError, or FolderBusy."""
         self._ask_drives_in_turn()
-        now, allowance = self._clock(), self._allowance
+        now, allowance = self._clock(), self.allowance
         if not at_once and now < self._not_before:
             return
         wanted = allowance.take_wanted()
@@ -237,7 +232,7 @@ class Leases:
             self._look(now)
 
     def _exchange(self, total: float, change: float, now: float) -> None:
-        allowance = self._allowance
+        allowance = self.allowance
         spent, owed = total - self._told, max(0.0, -allowance.lease)
         granted, entry = self._ledger.exchange(spent, change, owed)
         self._told = total
@@ -248,7 +243,7 @@ class Leases:
     def _look(self, now: float) -> None:
         entry = self._ledger.look()
         if entry is not None:
-            self._allowance.tell(max(0.0, entry.level), entry.written, self._told)
+            self.allowance.tell(max(0.0, entry.level), entry.written, self._told)
         self._next_look = now + _LOOK_S
 
     def _ask_drives_in_turn(self) -> None:
@@ -263,44 +258,24 @@ class Leases:
                 abandonable(self._ask_drives, "kvtier-drives")
 
     def _ask_drives(self) -> None:
+        from kvtier.backends.nvme.drives import read_drives  # not for an engine's start
+
         drives = read_drives(self._ledger.root)
         written = [drive.written for drive in drives if drive.written is not None]
         if written and len(written) == len(drives):
             used = max(drive.percent_used or 0 for drive in drives) / 100
-            self._allowance.tell_drive(float(sum(written)), used)
+            self.allowance.tell_drive(float(sum(written)), used)
 
     def close(self) -> None:
         """Give back what is left. Raises OSError, or FolderBusy."""
-        total, lease = self._allowance.spent, self._allowance.lease
+        total, lease = self.allowance.spent, self.allowance.lease
         self._exchange(total, min(0.0, -lease), self._clock())
 
 
 _ENTRIES = 2
 """The handler writes a block's entry before its record, and after it."""
-_WRITTEN = (Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.NO_SPACE)
-"""What failed in these ways may have been written for all that is known."""
 
 
-def written_bytes(namespace: Namespace, key: BlockKey) -> int:
-    """What is written when a block is stored."""
-    return record_bytes(namespace.payload_of(key)) + _ENTRIES * ENTRY_BYTES
-
-
-class WriteMeter:
-    """Spends the allowance as slots are reserved: so what is under way never exceeds it."""
-
-    def __init__(self, allowance: WriteAllowance, namespace: Namespace) -> None:
-        self._allowance = allowance
-        self._namespace = namespace
-
-    def reserved(self, keys: Iterable[BlockKey]) -> None:
-        """These will be written."""
-        self._allowance.spend(self._size_of(keys))
-
-    def ended(self, failed: Mapping[BlockKey, Outcome], reserved: Container[BlockKey]) -> None:
-        """Give back what was not written of those that are still reserved."""
-        spared = [key for key, outcome in failed.items() if outcome not in _WRITTEN]
-        self._allowance.spend(-self._size_of(key for key in spared if key in reserved))
-
-    def _size_of(self, keys: Iterable[BlockKey]) -> int:
-        return sum(written_bytes(self._namespace, key) for key in keys)
+def written_bytes(namespace: Namespace, keys: Iterable[BlockKey]) -> int:
+    """What is written when these blocks are stored."""
+    return sum(record_bytes(namespace.payload_of(key)) + _ENTRIES * ENTRY_BYTES for key in keys)

@@ -95,15 +95,14 @@ def _table() -> Target:
     def parse(data: bytes) -> None:
         data = mended(data)
         found = layout.SlabHeader.unpack(data)
-        slots = min(found.slots, max(0, (len(data) - layout.TABLE_AT) // layout.ENTRY_BYTES))
-        rows = layout.read_entries(data, slots)
+        rows = layout.entries_in(data, found.slots)
         valid = layout.committed(rows)
         keys = layout.keys_of(rows[valid])
         assert all(0 < len(key) <= 40 for key in keys)
         layout.keys_of(rows)
         layout.ends_first(valid.tolist(), np.sort(layout.last_used(rows[valid])).tolist())
-        for slot in range(min(slots, 8)):
-            layout.entry_key(memoryview(data), slot)
+        for row in rows[:8]:
+            layout.key_in(row.tobytes())
         assert found.data_end >= 0
 
     return Target(name="slab table", corpus=[page + entries], parse=parse, typed=(FormatError,))

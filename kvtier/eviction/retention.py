@@ -313,9 +313,9 @@ class RetainedBlocks:
         self._ends.clear()
         self._without_place.clear()
 
-    def blocks_of(self, session: str, most: int = BLOCKS_MAX) -> list[BlockKey]:
+    def blocks_of(self, session: str) -> list[BlockKey]:
         """What a session retains, in the order in which it was retained."""
-        return list(islice(self._sessions.get(session, ()), most))
+        return list(self._sessions.get(session, ()))
 
     def take_all(self) -> dict[str, dict[BlockKey, float]]:
         """The whole list but what is pinned (which has a file of its own), to be written down. Any
@@ -338,12 +338,11 @@ class RetainedBlocks:
                     self.retain(keys, session, until, lambda _: True)
         self.changed = changed
 
-    def pin(self, blocks: Mapping[BlockKey, float]) -> list[BlockKey]:
-        """These are pinned now, and what was before is not. Answers as `release`."""
+    def pin(self, blocks: Mapping[BlockKey, float]) -> None:
+        """These are pinned now, and what was before is not."""
         before = self._sessions.get(PINNED, {})
-        gone = self.release(PINNED, [key for key in before if key not in blocks])
+        self.release(PINNED, [key for key in before if key not in blocks])
         self.restore({PINNED: blocks})
-        return gone
 
 
 _ASKED_MAX = 1024

@@ -184,8 +184,9 @@ class DriveWear(msgspec.Struct, kw_only=True):
 
     device: str
     written: int | None = None
+    """Bytes, in its whole life."""
     percent_used: int | None = None
-    """Of its endurance, as its maker counts that."""
+    """Of its endurance, as its maker counts that; may exceed 100."""
     problem: str = ""
 
 

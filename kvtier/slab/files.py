@@ -188,7 +188,7 @@ def owner_path(owners: Path, owner: int) -> Path:
 def hold_owner(owners: Path, owner: int) -> int:
     """Act for an owner: its slabs are not adopted while the descriptor returned is open."""
     path = owner_path(owners, owner)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if not lock_within(fd, fcntl.LOCK_SH, _HOLD_S):
             raise BlockingIOError(errno.EWOULDBLOCK, "another process keeps it locked")
@@ -236,11 +236,7 @@ def remove_slab(disk: Disk, table: Path) -> None:
 def _is_mapped(table: Path) -> bool:
     """Whether processes that use a slab have it mapped; what cannot be told may be so."""
     with contextlib.suppress(FormatError, OSError):
-        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return bool(SlabHeader.unpack(os.pread(fd, TABLE_AT, 0)).flags & FLAG_MAPPED)
-        finally:
-            os.close(fd)
+        return bool(read_header(table).flags & FLAG_MAPPED)
     return True
 
 
@@ -321,15 +317,25 @@ def is_empty(table: Path) -> bool:
 
 def is_newer(table: Path) -> bool:
     """Whether a newer kvtier wrote a slab: it is left alone."""
-    with contextlib.suppress(FormatError, OSError):
-        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            SlabHeader.unpack(os.pread(fd, TABLE_AT, 0))
-        except NewerFormat:
-            return True
-        finally:
-            os.close(fd)
+    try:
+        read_header(table)
+    except (FormatError, OSError) as error:
+        return isinstance(error, NewerFormat)
     return False
+
+
+def read_header(table: Path) -> SlabHeader:
+    """The header of a slab; raises FormatError or OSError, whatever lies there."""
+    return SlabHeader.unpack(read_part(table, 0, TABLE_AT))
+
+
+def read_part(file: Path, at: int, size: int) -> bytes:
+    """Some bytes of a file, or fewer; none of what is no file. Raises OSError."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, size, at) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
 
 
 def write_entries(disk: Disk, table: Path, entries: Mapping[int, bytes]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.errors import FormatError, MediumError
+from kvtier.errors import FormatError, KVTierError, MediumError
 from kvtier.record.record import Buffer
 from kvtier.settings import WHOSE
 from kvtier.slab.files import (
@@ -248,8 +248,13 @@ class SlabFolder:
                     if owner != NOBODY:
                         path = owner_path(self.owners, owner)
                         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                        fcntl.flock(fd, fcntl.LOCK_SH)
-                        self.begin_mark(fd, owner)
+                        try:
+                            fcntl.flock(fd, fcntl.LOCK_SH)
+                            self.begin_mark(fd, owner)
+                        except (KVTierError, OSError):  # who lives on must not seem to use it
+                            take_away(self.disk, path)
+                            os.close(fd)
+                            raise
                         return owner, fd
 
     def alive(self, owner: int) -> bool:

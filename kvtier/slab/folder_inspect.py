@@ -16,12 +16,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
-from kvtier.errors import FormatError, MediumError, MediumInUse, naming
+from kvtier.errors import (
+    FormatError,
+    KVTierError,
+    MediumError,
+    MediumInUse,
+    NewerFormat,
+    describe_error,
+    naming,
+)
 from kvtier.eviction.retention import BLOCKS_MAX, PINNED
 from kvtier.inspect import Cleared, Depth, Filling, Garbage, Part
 from kvtier.inspect.contents import (
     NAMESPACE_ID,
+    Block,
+    Contents,
+    Hold,
+    InspectorContext,
     Locked,
     locked_files,
     read_file,
@@ -29,7 +42,8 @@ from kvtier.inspect.contents import (
     size_below,
     standing,
 )
-from kvtier.inspect.inspector import BENCH_MARK, left_behind
+from kvtier.inspect.filling import Source, TierOpener
+from kvtier.inspect.inspector import BENCH_MARK, Inspector, Prover, left_behind
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, TierSettings, WritePolicy
@@ -57,8 +71,8 @@ from kvtier.slab.files import (
 )
 from kvtier.slab.folder import SlabFolder, slab_bytes
 from kvtier.slab.folder_tier import FolderTier
-from kvtier.slab.inspect import Slab, SlabInspector, trouble
-from kvtier.slab.layout import OWNER, OWNER_AT, TABLE_AT, SlabHeader
+from kvtier.slab.inspect import Slab, SlabBlock, SlabProver, SlabSource, trouble
+from kvtier.slab.layout import BAD, OWNER, OWNER_AT, TABLE_AT, SlabHeader, committed, keys_of
 from kvtier.slab.shares import retaining
 from kvtier.system.disk import Disk, is_locked, lock_within
 from kvtier.types import NAMESPACE_BYTES_MAX, BlockKey, Namespace
@@ -97,29 +111,19 @@ def slab_held(table: Path) -> Iterator[None]:
         yield
 
 
-def remove_broken_slab(table: Path, still_broken: Callable[[], bool]) -> None:
-    """Remove a slab of which nobody knows the owner; raises MediumInUse if anybody may be it."""
+def remove_broken_slab(table: Path) -> None:
+    """Remove a slab of which nobody knows the owner, if it is still broken; raises MediumInUse if
+    anybody may be it."""
     home = table.parent
     with folder_locked(home.parent):
         if has_live_owner(home):
             raise MediumInUse(f"{table} is broken, and {home} is in use: stop its engines first")
-        if still_broken():
+        try:
+            _read_table(table)
+        except (NewerFormat, OSError):
+            return
+        except FormatError:
             remove_slab(Disk(), table)
-
-
-@contextlib.contextmanager
-def filling_alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """Be the only command that fills a folder: of two at once each would store, in slabs of
-    its own, what the other has on its way. `waits` is called if there is another."""
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # opening the tier says what is wrong
-            folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            held.callback(os.close, fd)
-            if not lock_within(fd, fcntl.LOCK_EX, 0.0):
-                waits()
-                _wait_for(fd, folder)
-        yield
 
 
 def _wait_for(fd: int, folder: Path) -> None:
@@ -167,34 +171,7 @@ def sparing(root: Path, namespace: Namespace) -> Iterator[None]:
         let_go(folder.owners, owner, fd)
 
 
-def pin(root: Path, home: Path, keys: Sequence[BlockKey], until: float, most: int) -> int:
-    """Have these pinned until then, as long as not more than `most` are; how many of them are."""
-    if not home.is_dir():
-        raise MediumError(f"{root} has nothing of this namespace: an engine has to be there first")
-    with folder_locked(root):
-        pinned = _read(home)
-        room = min(most, BLOCKS_MAX)
-        for key in keys:
-            if key in pinned or len(pinned) < room:
-                pinned[key] = max(until, pinned.get(key, until))
-        _write(home, pinned)
-    return sum(key in pinned for key in keys)
-
-
-def unpin(root: Path, home: Path, keys: Sequence[BlockKey] | None) -> int:
-    """Have these pinned no more, or all; how many were."""
-    if not home.is_dir():
-        return 0
-    with folder_locked(root):
-        pinned = _read(home)
-        gone = [key for key in (list(pinned) if keys is None else keys) if key in pinned]
-        for key in gone:
-            del pinned[key]
-        _write(home, pinned)
-    return len(gone)
-
-
-def _read(home: Path) -> dict[BlockKey, float]:
+def _read_pins(home: Path) -> dict[BlockKey, float]:
     try:
         return retention_list.read_pins(pins_path(home), bytes.fromhex(home.name))
     except FormatError as error:
@@ -202,7 +179,7 @@ def _read(home: Path) -> dict[BlockKey, float]:
         raise MediumError(f"{path} does not say what is pinned ({error}): remove it") from None
 
 
-def _write(home: Path, pinned: Mapping[BlockKey, float]) -> None:
+def _write_pins(home: Path, pinned: Mapping[BlockKey, float]) -> None:
     path = pins_path(home)
     with naming(path):
         retention_list.write(Disk(), path, {PINNED: pinned}, bytes.fromhex(home.name))
@@ -359,10 +336,21 @@ class FolderFilling(Filling[S]):
         super().__init__(*args)
         self.root = root
 
-    def alone(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Of two commands at once each would store, in slabs of its own, what the other has on its
+        way."""
         folder = self.root
-        said = f"another command is filling {folder}: waiting until it has ended"
-        return filling_alone(folder, lambda: self.reporter.warn(said))
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # opening the tier says what is wrong
+                folder.mkdir(mode=0o700, exist_ok=True)
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                held.callback(os.close, fd)
+                if not lock_within(fd, fcntl.LOCK_EX, 0.0):
+                    said = f"another command is filling {folder}: waiting until it has ended"
+                    self.reporter.warn(said)
+                    _wait_for(fd, folder)
+            yield
 
     def opened_settings(self) -> S:
         """In a folder that the stack only reads, how much others keep is up to them."""
@@ -393,11 +381,17 @@ class FolderFilling(Filling[S]):
         return sparing(self.root, namespace)
 
 
-class FolderInspector(SlabInspector[S]):
+class FolderInspector(Inspector[S]):
     """Looks at a folder: below it a folder a namespace, in which slabs are pairs of files."""
 
     own_files: tuple[str, ...] = (LOCK,)
     """What else may lie in the root."""
+
+    def __init__(self, opener: TierOpener, settings: S, context: InspectorContext) -> None:
+        super().__init__(opener, settings, context)
+        self.slabs: list[Slab] = []
+        self.broken: list[Path] = []
+        """Tables of this version that are not as they must be."""
 
     @property
     @abstractmethod
@@ -450,7 +444,9 @@ class FolderInspector(SlabInspector[S]):
             except FileNotFoundError:
                 continue  # removed since it was listed
             except (FormatError, OSError) as error:
-                self.note(table, error)
+                found.troubles.append(trouble(table, error))
+                if isinstance(error, FormatError) and not isinstance(error, NewerFormat):
+                    self.broken.append(table)
         if namespace is None:
             rest = f"kvtier clear {home.name[:12]} --tier {self.tier} removes its blocks here"
             if len(self.slabs) == before:  # `clear` knows only what has blocks, or is described
@@ -477,24 +473,150 @@ class FolderInspector(SlabInspector[S]):
         """The name of a living engine, if its mark tells."""
         return ""
 
-    def read_slab(self, table: Path) -> SlabHeader:
-        return _read_table(table)[0]
-
-    def lists(self, namespace: str) -> list[Path]:
+    def holds(self, namespace: str) -> dict[BlockKey, list[Hold]]:
+        found: dict[BlockKey, list[Hold]] = {}
+        now = time.time()
         home = self.root / namespace
-        return [*list_files(home), pins_path(home)]
+        for path in (*list_files(home), pins_path(home)):
+            try:
+                sessions = retention_list.read(path, bytes.fromhex(namespace))
+            except (FormatError, OSError) as error:
+                said = f"{path} does not say what is retained: {describe_error(error)}"
+                if said not in self.contents.troubles:
+                    self.contents.troubles.append(said)
+                continue
+            for session, blocks in sessions.items():
+                for key, until in blocks.items():
+                    if until > now:
+                        found.setdefault(key, []).append(Hold(session, until))
+        return found
+
+    def slot_maps(self) -> Sequence[Slab]:
+        return self.slabs
+
+    def count(self, found: Contents) -> None:
+        """Sum the slabs by namespace; one whose table its disk does not give is a trouble, and no
+        slab."""
+        parts: dict[str, Part] = {}
+        holds = {name: self.holds(name) for name in {slab.namespace for slab in self.slabs}}
+        slabs, self.slabs = self.slabs, []
+        for slab in slabs:
+            try:
+                entries = slab.entries()
+            except OSError as error:
+                found.troubles.append(describe_error(error))
+                continue
+            self.slabs.append(slab)
+            part = parts.setdefault(
+                slab.namespace, Part(tier=self.tier, kind=self.kind, namespace=slab.namespace)
+            )
+            valid = committed(entries)
+            part.blocks += len(valid)
+            part.bytes += len(valid) * slab.header.slot_bytes
+            if held := holds[slab.namespace]:
+                part.retained += sum(key in held for key in keys_of(entries[valid]))
+            part.quarantined += int((entries["state"] == BAD).sum())
+            part.in_use = part.in_use or slab.in_use
+            if len(valid):
+                times = entries["stored_at"][valid]
+                part.add_times(float(times.min()), float(times.max()))
+                part.add_uses(
+                    int(entries["uses"][valid].sum(dtype=np.uint64)),
+                    float(entries["used_at"][valid].max()),
+                )
+        found.parts = sorted(parts.values(), key=lambda part: -part.bytes)
+
+    def blocks(self, namespace: str = "", begins: Sequence[str] = ("",)) -> Iterator[SlabBlock]:
+        for slab in self.slabs:
+            if slab.namespace.startswith(namespace):
+                yield from self._blocks_of(slab)
+
+    def _blocks_of(self, slab: Slab) -> Iterator[SlabBlock]:
+        entries, namespace = slab.entries(), slab.namespace
+        states = entries["state"]
+        rows = [*committed(entries).tolist(), *(states == BAD).nonzero()[0].tolist()]
+        chosen = entries[rows]
+        columns = [chosen[name].tolist() for name in ("stored_at", "uses", "used_at")]
+        for slot, key, at, uses, last in zip(rows, keys_of(chosen), *columns, strict=True):
+            yield SlabBlock(
+                tier=self.tier,
+                kind=self.kind,
+                namespace=namespace,
+                key=key,
+                bytes=slab.header.slot_bytes,
+                stored_at=float(at),
+                hits=uses,
+                used=float(last) or None,
+                quarantined=bool(states[slot] == BAD),
+                engine=slab.engine,
+                slab=slab,
+                slot=slot,
+            )
+
+    def prover(self, namespaces: Mapping[str, Namespace]) -> Prover:
+        return SlabProver()
+
+    def sources(self, namespace: str) -> list[Source]:
+        return [
+            SlabSource(self.tier, self.kind, slab)
+            for slab in self.slabs
+            if slab.namespace == namespace
+        ]
 
     def pin(self, namespace: str, keys: Sequence[BlockKey], until: float, most: int) -> int:
-        return pin(self.root, self.root / namespace, keys, until, most)
+        home = self.root / namespace
+        if not home.is_dir():
+            raise MediumError(
+                f"{self.root} has nothing of this namespace: an engine has to be there first"
+            )
+        with folder_locked(self.root):
+            pinned = _read_pins(home)
+            room = min(most, BLOCKS_MAX)
+            for key in keys:
+                if key in pinned or len(pinned) < room:
+                    pinned[key] = max(until, pinned.get(key, until))
+            _write_pins(home, pinned)
+        return sum(key in pinned for key in keys)
 
     def unpin(self, namespace: str, keys: Sequence[BlockKey] | None) -> int:
-        return unpin(self.root, self.root / namespace, keys)
+        home = self.root / namespace
+        if not home.is_dir():
+            return 0
+        with folder_locked(self.root):
+            pinned = _read_pins(home)
+            gone = [key for key in (list(pinned) if keys is None else keys) if key in pinned]
+            for key in gone:
+                del pinned[key]
+            _write_pins(home, pinned)
+        return len(gone)
 
-    def held(self, slab: Slab) -> AbstractContextManager[None]:
-        return slab_held(slab.table)
+    # -- repair
 
-    def remove_table(self, table: Path) -> None:
-        remove_broken_slab(table, lambda: self.is_broken(table))
+    def home_of(self, block: Block) -> str:
+        assert isinstance(block, SlabBlock)
+        return str(block.slab.table)
+
+    def quarantine(self, blocks: Sequence[Block]) -> int:
+        slots = [block for block in blocks if isinstance(block, SlabBlock)]
+        slab = slots[0].slab
+        with slab_held(slab.table):
+            return slab.mark_bad(slots)
+
+    def remove_broken(self, namespace: str) -> list[str]:
+        left = []
+        for table in self.broken:
+            if not table.parent.name.startswith(namespace):
+                continue
+            self.forget_troubles(f"{table}: ")
+            try:
+                remove_broken_slab(table)
+            except FileNotFoundError:  # somebody else has just removed it
+                continue
+            except (KVTierError, OSError) as error:
+                left.append(describe_error(error))
+        return left
+
+    # -- what goes
 
     def garbage(self, idle_s: float | None) -> Iterator[Garbage]:
         if not self.root.is_dir():

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.chain.store import AHEAD_BLOCKS_MAX
-from kvtier.errors import FormatError
 from kvtier.eviction import EvictionPolicy
-from kvtier.eviction.retention import BLOCKS_MAX, RetainedBlocks
-from kvtier.slab import layout, retention_list
+from kvtier.eviction.retention import BLOCKS_MAX
+from kvtier.slab import layout
 from kvtier.slab.catalogue import SlabTier
-from kvtier.slab.files import SlabFile, list_files, list_path, pins_path
+from kvtier.slab.files import SlabFile
 from kvtier.slab.keeper import SlabKeeper
 from kvtier.slab.numbering import Copies, Places, SlotPlace
 from kvtier.slab.recovery import give_back_memory
-from kvtier.slab.retention_list import KeptList
+from kvtier.slab.retention_list import RetentionFiles
 from kvtier.slab.watch import SlabUpdate
 from kvtier.types import BlockKey, EventKind, Fate, Outcome, TierStats
-
-LISTS_MAX = 64
-"""The oldest lists beyond are removed: of engines whose names nobody uses any more."""
 
 
 class Turns:
@@ -46,23 +40,25 @@ class Turns:
         from beginning, so that what a lookup has found is there a moment later."""
         self._idle_since = 0.0
 
-    def if_idle(self, waits: Callable[[], object], take: Callable[[], None]) -> bool:
-        """For the keeper's thread: `take` as long as something `waits` and nobody calls, if nobody
-        has for some time; whether that was so."""
+    def if_idle(
+        self, waits: Callable[[], object], take: Callable[[], None], then: Callable[[], None]
+    ) -> None:
+        """For the keeper's thread: `take` as long as something `waits` and nobody calls, and what
+        comes `then`, if nobody has called for some time."""
         now = time.monotonic()
         if self.asked:
             self.asked, self._idle_since = False, now
-            return False
+            return
         if now - self._idle_since < self._idle_s or not self.mutex.acquire(blocking=False):
-            return False
+            return
         try:
             self.taking = True
             while waits() and not self.asked:
                 take()
+            then()
         finally:
             self.taking = False
             self.mutex.release()
-        return True
 
 
 P = ParamSpec("P")
@@ -96,85 +92,6 @@ def _in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, 
             return method(tier, *args, **kwargs)
 
     return functools.update_wrapper(call, method)
-
-
-class RetentionFiles:
-    """What a tier retains, in files: its list lies in the folder, and beside it what people pin.
-
-    Both are read and written by the keeper's thread, but for the start. Each engine has a list
-    under its name; all engines of a namespace heed what is pinned.
-    """
-
-    def __init__(self, retained: RetainedBlocks, keeper: SlabKeeper) -> None:
-        self._retained = retained
-        self._folder = keeper.folder
-        self._warn = keeper.warn_once
-        self._list: KeptList | None = None
-        self._heeds_pins = False
-        self._read: dict[BlockKey, float] | None = None
-        """Read by the keeper's thread, to be taken in by the tier's own."""
-        self._read_stamp: tuple[int, int, int] | None = None
-
-    def begin(self, engine: str) -> None:
-        """Retain what an earlier process with this name has retained, and what is pinned."""
-        folder = self._folder
-        path = list_path(folder.home, engine)
-        self._list = KeptList(self._retained, path, folder.namespace.digest, folder.disk)
-        self._list.begin()
-        self._begin_with_pins()
-        for old in list_files(folder.home)[:-LISTS_MAX]:
-            with contextlib.suppress(OSError):
-                folder.disk.unlink(old)
-
-    def begin_as_others(self) -> None:
-        """Retain what engines of the namespace have, and what is pinned."""
-        for path in list_files(self._folder.home):
-            try:
-                self._retained.restore(retention_list.read(path, self._folder.namespace.digest))
-            except (FormatError, OSError) as error:
-                self._warn(f"{path} does not say what is retained: {error}")
-        self._begin_with_pins()
-
-    def _begin_with_pins(self) -> None:
-        self._heeds_pins = True
-        self._look_at_pins()
-        self.take_pins()
-
-    def take_pins(self) -> bool:
-        """Retain what people have pinned since the last call; whether that has changed."""
-        pins, self._read = self._read, None
-        if pins is not None:
-            self._retained.pin(pins)
-        return pins is not None
-
-    def look(self, *, at_end: bool = False) -> None:
-        """For the keeper's thread: write the list if that has changed, and read what is pinned."""
-        if self._list is not None and at_end:
-            self._list.close()
-        elif self._list is not None:
-            self._list.write()
-        if self._heeds_pins and not at_end:
-            self._look_at_pins()
-
-    def _look_at_pins(self) -> None:
-        """Read what is pinned if that has changed; what cannot be read changes nothing."""
-        path = pins_path(self._folder.home)
-        seen = _stamp(path)
-        if seen == self._read_stamp:
-            return
-        self._read_stamp = seen
-        try:
-            self._read = retention_list.read_pins(path, self._folder.namespace.digest)
-        except (FormatError, OSError) as error:
-            self._warn(f"{path} does not say what is pinned: {error}")
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        about = path.lstat()
-    except OSError:
-        return None
-    return about.st_ino, about.st_mtime_ns, about.st_size
 
 
 _AHEAD_BYTES = 1 << 30
@@ -212,7 +129,7 @@ class FolderTier(SlabTier):
         super().__init__(medium, keeper.limits.slot_bytes, policy, clock)
         self.turns = Turns(self.idle_s)
         self._keeper = keeper
-        self._retention = RetentionFiles(self.retained, keeper)
+        self._retention = RetentionFiles(self.retained, keeper.folder, keeper.warn_once)
         self._places = Places(keeper.folder.aligned)
         self._copies = Copies()
         self._unwritten: set[int] = set()
@@ -251,8 +168,7 @@ class FolderTier(SlabTier):
     def _between_rounds(self) -> None:
         """In the keeper's thread: what the tier's own thread is not there to do."""
         self._retention.look()
-        if self.turns.if_idle(lambda: self._keeper.updates, self._take_some_in):
-            self._events.fold()
+        self.turns.if_idle(lambda: self._keeper.updates, self._take_some_in, self._events.fold)
 
     def _catch_up(self) -> None:
         self.turns.asked = True

@@ -174,20 +174,17 @@ def possible(uses: int, at: float, now: float) -> tuple[int, int]:
     return max(0, min(uses, USES_MAX)), int(max(0.0, min(at, now)))
 
 
-def block_stamp(entry: bytes) -> bytes:
-    """What stays as it is as long as an entry speaks of one block: all but state and statistics."""
-    return entry[1:USES_AT] + entry[USES_AT + USES.size :]
-
-
 def same_block(one: bytes, other: bytes) -> bool:
-    """Whether two readings of an entry speak of one and the same block, used meanwhile or not."""
-    return one[0] == other[0] and block_stamp(one) == block_stamp(other)
+    """Whether two readings of an entry speak of one and the same block, used meanwhile or not: all
+    but the statistics is as it was."""
+    behind = USES_AT + USES.size
+    return one[:USES_AT] == other[:USES_AT] and one[behind:] == other[behind:]
 
 
 def are_same_blocks(
     some: npt.NDArray[np.void], others: npt.NDArray[np.void]
 ) -> npt.NDArray[np.bool_]:
-    """Whether readings of entries have the same stamps (`block_stamp`), one by one."""
+    """Whether readings of entries speak of the same blocks, one by one, whatever their states."""
     one, other = (each.view(np.uint8).reshape(-1, ENTRY_BYTES) for each in (some, others))
     alike = one == other
     alike[:, 0] = alike[:, USES_AT : USES_AT + USES.size] = True
@@ -227,12 +224,6 @@ def ends_first_order(last_used: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]
     return order
 
 
-def entry_key(table: Buffer, slot: int) -> BlockKey:
-    """The key that stands in a table's entry."""
-    at = entry_at(slot)
-    return key_in(table[at : at + ENTRY_BYTES])
-
-
 def key_in(entry: Buffer | bytes | bytearray) -> BlockKey:
     """The key that stands in an entry."""
     return BlockKey(bytes(entry[24 : 24 + min(entry[1], KEY_BYTES_MAX)]))
@@ -241,6 +232,12 @@ def key_in(entry: Buffer | bytes | bytearray) -> BlockKey:
 def read_entries(table: Buffer | bytes, slots: int) -> npt.NDArray[np.void]:
     """The table as a numpy array of entries, without copying."""
     return np.frombuffer(table, ENTRY_DTYPE, slots, TABLE_AT)
+
+
+def entries_in(text: bytes, slots: int = SLOTS_MAX) -> npt.NDArray[np.void]:
+    """The entries of a table as it was read, which may be cut short; at most so many."""
+    there = max(0, len(text) - TABLE_AT) // ENTRY_BYTES
+    return read_entries(text.ljust(TABLE_AT, b"\0"), min(slots, there))
 
 
 def committed(entries: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
@@ -301,16 +298,13 @@ def pieces_of(
 
 def piece_slots(slot_bytes: int) -> int:
     """How many slots a piece has, of a slab that begins with a page; the last may have fewer."""
-    count = max(PIECE_BYTES // slot_bytes, 1)
-    while count * slot_bytes % mmap.PAGESIZE:
-        count += 1
-    return count
+    return len(next(pieces_of(SLOTS_MAX, slot_bytes, 0, PIECE_BYTES)))
 
 
 def pieces_in(base: int, slots: int, slot_bytes: int) -> list[range]:
     """The pieces of a slab whose slots are numbered from `base` on, which begins with a page."""
-    step, end = piece_slots(slot_bytes), base + slots
-    return [range(at, min(at + step, end)) for at in range(base, end, step)]
+    pieces = pieces_of(slots, slot_bytes, 0, PIECE_BYTES)
+    return [range(base + piece.start, base + piece.stop) for piece in pieces]
 
 
 def pinning_order(entries: npt.NDArray[np.void], pieces: Sequence[range]) -> list[range]:

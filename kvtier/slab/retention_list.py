@@ -6,12 +6,13 @@ of it: what is damaged, too large or another's is no list (docs/reference/format
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import os
 import stat
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,8 @@ import xxhash
 from kvtier.errors import UNREADABLE, FormatError, NewerFormat
 from kvtier.eviction.retention import BLOCKS_MAX, PINNED, SESSIONS_MAX, RetainedBlocks, Sessions
 from kvtier.record.record import Buffer
+from kvtier.slab.files import list_files, list_path, pins_path
+from kvtier.slab.folder import SlabFolder
 from kvtier.system.disk import Disk, write_all
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
@@ -128,72 +131,111 @@ def write(disk: Disk, path: Path, sessions: Sessions, namespace: bytes) -> None:
     disk.rename(making, path)
 
 
-logger = logging.getLogger(__name__)
-
 _LEAST_S = 0.05
 _SHARE = 50
 """Writing takes at most one part in so many of the time."""
 _FAILED_S = 60.0
+_LISTS_MAX = 64
+"""The oldest lists beyond are removed: of engines whose names nobody uses any more."""
 
 
-class KeptList:
-    """The file of one list. What cannot be read or written is said once, and is no failure."""
+class RetentionFiles:
+    """What a tier retains, in files: its list lies in the folder, and beside it what people pin.
+    What cannot be read or written is said, and is no failure.
+
+    Both are read and written by the keeper's thread, but for the start. Each engine has a list
+    under its name; all engines of a namespace heed what is pinned.
+    """
 
     def __init__(
         self,
         retained: RetainedBlocks,
-        path: Path,
-        namespace: bytes,
-        disk: Disk,
+        folder: SlabFolder,
+        warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path = path
         self._retained = retained
-        self._namespace = namespace
-        self._disk = disk
+        self._home = folder.home
+        self._namespace = folder.namespace.digest
+        self._disk = folder.disk
+        self._warn = warn
         self._clock = clock
+        self._list: Path | None = None
         self._next = 0.0
-        self._failed = False
+        self._heeds_pins = False
+        self._read: deque[dict[BlockKey, float]] = deque(maxlen=1)
+        """Read by the keeper's thread, to be taken in by the tier's own."""
+        self._read_stamp: tuple[int, int, int] | None = None
 
-    def begin(self) -> None:
-        """Retain what an earlier process has retained."""
+    def begin(self, engine: str) -> None:
+        """Retain what an earlier process with this name has retained, and what is pinned."""
+        self._list = list_path(self._home, engine)
         try:
-            self._retained.restore(read(self.path, self._namespace))
+            self._retained.restore(read(self._list, self._namespace))
         except (FormatError, OSError) as error:
             reason = getattr(error, "strerror", None) or error
-            logger.warning("what was retained before is not any more: %s: %s", self.path, reason)
+            self._warn(f"what was retained before is not any more: {self._list}: {reason}")
+        self._begin_with_pins()
+        for old in list_files(self._home)[:-_LISTS_MAX]:
+            with contextlib.suppress(OSError):
+                self._disk.unlink(old)
 
-    @property
-    def unwritten(self) -> bool:
-        """Whether there is something to write, and it can be written."""
-        return self._retained.changed and not self._failed
+    def begin_as_others(self) -> None:
+        """Retain what engines of the namespace have, and what is pinned."""
+        for path in list_files(self._home):
+            try:
+                self._retained.restore(read(path, self._namespace))
+            except (FormatError, OSError) as error:
+                self._warn(f"{path} does not say what is retained: {error}")
+        self._begin_with_pins()
 
-    @property
-    def _due(self) -> bool:
-        return self._retained.changed and self._clock() >= self._next
+    def _begin_with_pins(self) -> None:
+        self._heeds_pins = True
+        self._look_at_pins()
+        self.take_pins()
 
-    def write(self, *, at_once: bool = False) -> None:
-        """Write the list if it has changed, not too often, or `at_once`; not for two threads at the
-        same time."""
-        if not (self._retained.changed if at_once else self._due):
-            return
+    def take_pins(self) -> bool:
+        """Retain what people have pinned since the last call; whether that has changed."""
+        if not self._read:
+            return False
+        self._retained.pin(self._read.pop())
+        return True
+
+    def look(self, *, at_end: bool = False) -> None:
+        """For the keeper's thread: write the list if that has changed, not too often but `at_end`,
+        and read what is pinned."""
+        due = at_end or self._clock() >= self._next
+        if self._list is not None and self._retained.changed and due:
+            self._write(self._list)
+        if self._heeds_pins and not at_end:
+            self._look_at_pins()
+
+    def _write(self, path: Path) -> None:
         began = self._clock()
         try:
-            sessions = self._retained.take_all()
-            write(self._disk, self.path, sessions, self._namespace)
+            write(self._disk, path, self._retained.take_all(), self._namespace)
+            self._next = began + max(_LEAST_S, _SHARE * (self._clock() - began))
         except OSError as error:
-            self._fail(error)
+            self._retained.changed = True
+            self._next = self._clock() + _FAILED_S
+            self._warn(f"what is retained is not kept for the next start: {error}")
+
+    def _look_at_pins(self) -> None:
+        """Read what is pinned if that has changed; what cannot be read changes nothing."""
+        path = pins_path(self._home)
+        seen = _stamp(path)
+        if seen == self._read_stamp:
             return
-        self._failed = False
-        self._next = began + max(_LEAST_S, _SHARE * (self._clock() - began))
+        self._read_stamp = seen
+        try:
+            self._read.append(read_pins(path, self._namespace))
+        except (FormatError, OSError) as error:
+            self._warn(f"{path} does not say what is pinned: {error}")
 
-    def _fail(self, error: Exception) -> None:
-        self._retained.changed = True
-        self._next = self._clock() + _FAILED_S
-        if not self._failed:
-            logger.warning("what is retained is not kept for the next start: %s", error)
-        self._failed = True
 
-    def close(self) -> None:
-        """Write what has changed; may block."""
-        self.write(at_once=True)
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        about = path.lstat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns, about.st_size

@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import secrets
-import stat
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,7 @@ from kvtier.slab.files import (
     marks,
     owner_path,
     pins_path,
+    read_part,
     remove_bare_home,
     remove_slab,
     slab_files,
@@ -56,8 +56,8 @@ from kvtier.slab.layout import (
     TABLE_AT,
     SlabHeader,
     committed,
+    entries_in,
     keys_of,
-    read_entries,
 )
 from kvtier.slab.watch import SlabUpdate
 from kvtier.types import BlockKey
@@ -85,13 +85,8 @@ def _kept(home: Path) -> set[BlockKey]:
 def _keys(table: Path) -> list[BlockKey]:
     """What a table says is there; nothing, if it cannot be read."""
     with contextlib.suppress(OSError):
-        fd = os.open(table, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                text = file.read(TABLE_BYTES_MAX)
-                slots = max(0, len(text) - TABLE_AT) // ENTRY_BYTES
-                entries = read_entries(text.ljust(TABLE_AT, b"\0"), slots)
-                return keys_of(entries[committed(entries)])
+        entries = entries_in(read_part(table, 0, TABLE_BYTES_MAX))
+        return keys_of(entries[committed(entries)])
     return []
 
 
@@ -348,7 +343,7 @@ class Shares:
             if path == mine or not held(path):
                 continue
             with contextlib.suppress(OSError, struct.error):
-                word, capacity = _SAID.unpack(_said_in(path))
+                word, capacity = _SAID.unpack(read_part(path, 0, SAID_BYTES))
                 found.living += capacity > 0
                 found.capacity = max(found.capacity, capacity)
                 namespace = path.parent.parent.name
@@ -439,11 +434,6 @@ class Shares:
 
     def _of_all(self, found: Neighbours) -> FolderLimits:
         return msgspec.structs.replace(self._limits, capacity=found.capacity)
-
-
-def _said_in(mark: Path) -> bytes:
-    with mark.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), SAID_BYTES, 0)
 
 
 def _bytes_of(slabs: Sequence[SlabFile]) -> int:

@@ -317,7 +317,7 @@ def place(memory: Buffer, nodes: Collection[int]) -> str | None:
     call.restype = ctypes.c_long
     failed = call(
         ctypes.c_long(number),
-        ctypes.c_void_p(int(np.frombuffer(memory, np.uint8).ctypes.data)),
+        ctypes.c_void_p(address_of(memory)),
         ctypes.c_ulong(len(memory)),
         ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE),
         words,

@@ -75,19 +75,17 @@ def assert_all_below(stack: Stack, tier: int) -> None:
     assert stack.chain.chain_stats().hits[tier] == COUNT
 
 
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("kinds", "held"),
     [("cpu nvme", 1), ("cpu object", 1), ("cpu nvme object", 2)],
     ids=["cpu-nvme", "cpu-object", "nvme-object"],
 )
 def test_the_next_life_writes_what_the_one_before_could_not(
-    tmp_path: Path, kinds: str, held: int, kills: int
+    tmp_path: Path, kinds: str, held: int
 ) -> None:
     described = config(tmp_path, kinds)
     killed(described, held)
-    if kills > 1:
-        killed(described, held, count=0)
+    killed(described, held, count=0)
     if held == 2:  # so that it is the folder's blocks alone that can come down
         for root in (tmp_path / "host").iterdir():
             shutil.rmtree(root)

@@ -25,9 +25,8 @@ def crash(subject: str, kills: int, seed: int, engines: int = 1) -> str:
 
 
 @pytest.mark.parametrize("subject", ["support.tiers.subjects:CPU", "support.tiers.subjects:NVME"])
-@pytest.mark.parametrize("kills", [12, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_few_deaths(subject: str, kills: int) -> None:
-    assert crash(subject, kills=kills, seed=1).startswith(f"{kills + 2} deaths")
+def test_a_few_deaths(subject: str) -> None:
+    assert crash(subject, kills=12, seed=1).startswith("14 deaths")
 
 
 @pytest.mark.slow
@@ -42,11 +41,9 @@ def test_who_does_not_share_a_medium_is_not_blamed_for_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kills", "seed"), [(30, 1), (100, 2)])
-def test_writers_of_a_store_die(kills: int, seed: int) -> None:
-    assert crash("support.object.object_subjects:FOLDER", kills, seed).startswith(
-        f"{kills + 2} deaths"
-    )
+def test_writers_of_a_store_die() -> None:
+    said = crash("support.object.object_subjects:FOLDER", kills=100, seed=2)
+    assert said.startswith("102 deaths")
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import time
@@ -11,9 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.tiers.cpu_regions import CONTEXT, opened, put, served, settings
+from support.tiers.nvme_rig import open_files
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, Region
 from kvtier.backends.cpu.folder import in_use, root_of
+from kvtier.backends.cpu.medium import Mark
 from kvtier.backends.cpu.memory import no_huge_pages
 from kvtier.errors import MediumError, MediumInUse
 from kvtier.interfaces.backend import TierContext
@@ -220,6 +224,22 @@ def test_two_engines_of_one_name_are_told_apart(tmp_path: Path) -> None:
         pass
 
 
+def test_a_mark_that_cannot_be_written_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full tmpfs, say, by a process that lives on and tries again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = open_files()
+    monkeypatch.setattr(Mark, "begin", full)
+    with pytest.raises(MediumError, match="free some room"):
+        BACKEND.open_tier(settings(tmp_path), CONTEXT)
+    assert open_files() == before
+    assert not in_use(root(tmp_path))
+
+
 def test_an_engine_whose_folder_is_removed_starts_over_and_so_do_its_workers(
     tmp_path: Path,
 ) -> None:
@@ -230,6 +250,14 @@ def test_an_engine_whose_folder_is_removed_starts_over_and_so_do_its_workers(
         shutil.rmtree(root(tmp_path))
         tier.refresh()
         assert tier.lookup(make_keys(3)) == [Presence.MISS] * 3
+        files = open_files()
+        with tier.region.path.open("rb") as asking:  # whether it is held, as neighbours do
+            fcntl.flock(tier.region._fd, fcntl.LOCK_UN)
+            fcntl.flock(asking, fcntl.LOCK_EX)
+            worker.refresh()
+            fcntl.flock(asking, fcntl.LOCK_UN)
+            fcntl.flock(tier.region._fd, fcntl.LOCK_SH)
+        assert open_files() == files
         put(tier, make_keys(2, start=50))
         assert served(tier, make_keys(2, start=50)) == make_keys(2, start=50)
         worker.refresh()

@@ -12,7 +12,7 @@ from support.tiers.nvme_rig import Engine, LowDisk, within
 
 from kvtier.slab import layout
 from kvtier.slab import shares as shares_module
-from kvtier.slab.files import hold_owner, length, owner_path, used_at, used_bytes
+from kvtier.slab.files import length, owner_path, used_at, used_bytes
 from kvtier.slab.folder import SlabFolder
 from kvtier.slab.shares import Shares, reclaim
 from kvtier.slab.watch import changes
@@ -285,7 +285,7 @@ def test_on_a_full_disk_no_room_is_asked_for_again_at_once(tmp_path: Path) -> No
     mark.unlink()
     mark.symlink_to("/dev/full")
     os.close(keeper._owner_fd)
-    keeper._owner_fd = hold_owner(keeper.folder.owners, keeper.owner)
+    keeper._owner_fd = os.open(mark, os.O_RDWR)
     keeper._shares.begin_again()
     keeper._full_until = 0.0
     keeper.work(thorough=True)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -230,17 +229,6 @@ def test_who_cannot_say_that_it_starves_says_so_later(
         poor = Engine(tmp_path / "kv")
     poor.keeper.work(thorough=True)
     assert rich.keeper._shares.neighbours(rich.keeper.owner).lacking_room == {NAMESPACE.id}
-
-
-def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv")
-    keys = make_keys(4)
-    engine.put(keys)
-    shutil.rmtree(tmp_path / "kv")
-    assert engine.read(keys) == []
-    engine.keeper._full_until = 0.0
-    assert engine.put(keys) == keys
-    assert engine.read(keys) == keys
 
 
 @pytest.mark.parametrize("suffix", [".slab", ".table"])

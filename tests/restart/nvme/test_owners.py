@@ -39,12 +39,15 @@ def test_stores_for_an_owner_that_is_gone_are_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(tmp_path / "kv")
-    owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
     keys = make_keys(3)
     reservation = engine.tier.prepare_store(keys)
+    records = [sealed(key) for key in keys]
+    assert engine.handler.store(reservation.spec, keys, records) == [Outcome.OK] * 3
+    owner_path(engine.keeper.folder.owners, engine.keeper.owner).unlink()
     for _ in range(3):
-        outcomes = engine.handler.store(reservation.spec, keys, [sealed(key) for key in keys])
+        outcomes = engine.handler.store(reservation.spec, keys, records)
         assert outcomes == [Outcome.DROPPED] * 3
+    assert not engine.handler._slabs._owners, "the descriptor that its lock hung on is closed"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 

@@ -117,19 +117,6 @@ def test_files_are_opened_to_be_read_and_around_the_page_cache_if_that_can_be_ha
     assert open_files() == before
 
 
-def test_slabs_of_the_killed_are_read_too(tmp_path: Path) -> None:
-    program = (
-        "engine = Engine(Path(sys.argv[1])); engine.put(make_keys(6))\n"
-        "engine.tier.prepare_store(make_keys(2, start=50))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    with child(program, tmp_path / "kv") as victim:
-        victim.wait()
-    guest = Guest(tmp_path / "kv")
-    assert guest.read(make_keys(6)) == make_keys(6)
-    guest.close()
-
-
 def test_beside_somebody_who_writes(tmp_path: Path) -> None:
     """As through a mount of a folder that is written to outside."""
     program = (
@@ -161,15 +148,6 @@ def test_tables_that_nobody_changes_are_read_once(image: Path, seconds: int) -> 
     guest.keeper.folder.disk = calls
     assert guest.hits(make_keys(6)) == make_keys(6)
     assert calls.opened == 0
-    guest.close()
-
-
-def test_a_block_that_is_not_right_is_a_miss(image: Path) -> None:
-    for data in image.glob("*/*.slab"):
-        data.write_bytes(bytes(data.stat().st_size))
-    guest = Guest(image)
-    assert guest.read(make_keys(6)) == []
-    assert guest.hits(make_keys(6)) == []
     guest.close()
 
 

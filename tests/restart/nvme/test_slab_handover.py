@@ -12,31 +12,20 @@ from types import SimpleNamespace
 import pytest
 from support.tiers.nvme_rig import Engine, child, expect
 
-from kvtier.backends import nvme
 from kvtier.backends.nvme.medium import NvmeSpec
 from kvtier.errors import NotResident
-from kvtier.record.record import Buffer, record_bytes
+from kvtier.record.record import Buffer
 from kvtier.slab import watch as slab_watch_module
-from kvtier.slab.files import SlabFile
-from kvtier.slab.layout import BAD, ENTRY_BYTES, SLOT_BITS, TABLE_AT, SlabHeader, entry_at
-from kvtier.slab.watch import SlabUpdate
+from kvtier.slab.folder import slab_bytes
+from kvtier.slab.layout import BAD, ENTRY_BYTES, SLOT_BITS, TABLE_AT, entry_at
 from kvtier.system.disk import Disk
-from kvtier.testing.subject import NAMESPACE, blank, make_keys, prove, sealed
+from kvtier.testing.subject import blank, make_keys, prove, sealed
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
-
-SLOT = record_bytes(NAMESPACE.payload_bytes)
 
 
 def places(reservation: Reservation) -> set[int]:
     assert isinstance(reservation.spec, NvmeSpec)
     return set(reservation.spec.places)
-
-
-def slab(number: int, slots: int) -> SlabFile:
-    header = SlabHeader(
-        slots=slots, slot_bytes=SLOT, data_at=0, slab_id=number, namespace=NAMESPACE.digest
-    )
-    return SlabFile(header, owner=1)
 
 
 def test_what_is_read_while_its_slab_is_adopted_is_not_overwritten(tmp_path: Path) -> None:
@@ -168,7 +157,7 @@ def test_what_nobody_listens_to_is_told_later_as_one_difference(
 ) -> None:
     monkeypatch.setattr("kvtier.slab.folder_tier.FolderTier.idle_s", 0.0)
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
-    first, keys = make_keys(3), make_keys(300, start=100)
+    first, keys = make_keys(3), make_keys(150, start=100)
     busy.put(first)
     idle.tier.refresh()
     known = {key for event in idle.tier.take_events() for key in event.keys}
@@ -232,23 +221,7 @@ def test_what_comes_back_after_it_was_lost_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tebibytes", [1, 16, 64, 240, 4096])
 def test_the_slabs_of_the_largest_folder_can_be_numbered(tebibytes: int) -> None:
     capacity = tebibytes << 40
-    assert capacity // nvme.slab_bytes(capacity) <= 1 << 14
-
-
-def test_numbers_of_lost_slabs_are_used_again_whatever_their_size(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", blocks=4)
-    news = engine.keeper.updates
-
-    def come_and_go(number: int, slots: int) -> None:
-        news.append(SlabUpdate(slab(number, slots), changes=([], [])))
-        news.append(SlabUpdate(slab(number, slots), gone=True))
-        engine.tier.tick()
-
-    come_and_go(1, 64)
-    numbered = len(engine.tier._key_of)
-    for number in range(2, 50):
-        come_and_go(number, 1 + number % 64)
-    assert len(engine.tier._key_of) == numbered
+    assert capacity // slab_bytes(capacity) <= 1 << 14
 
 
 def test_what_the_next_owner_drops_is_heard_of_by_who_saw_the_last_one_die(tmp_path: Path) -> None:
@@ -280,22 +253,6 @@ def test_tables_full_of_quarantine_take_no_room_for_ever(tmp_path: Path) -> None
     assert after.hits(keys) == []
     assert len(after.put(keys)) == len(keys)
     assert after.tier.stats().quarantined <= 1
-
-
-@pytest.mark.slow
-def test_more_slabs_than_any_engine_makes_can_be_numbered(tmp_path: Path) -> None:
-    """Others may have left them, however small: none is looked at for each of the others."""
-    count = (1 << 16) + 100
-    engine = Engine(tmp_path / "kv", blocks=4)
-    key, *_ = make_keys(1)
-    for number in range(1, count):
-        engine.keeper.updates.append(SlabUpdate(slab(number, 1), changes=([], [])))
-    engine.keeper.updates.append(SlabUpdate(slab(count, 1), changes=([0], [key])))
-    while engine.keeper.updates:
-        engine.tier.tick()
-    assert engine.tier.lookup([key]) == [Presence.HIT]
-    assert engine.tier.prepare_load([key]) == NvmeSpec([count << SLOT_BITS], engine.keeper.owner)
-    engine.tier.complete_load([key])
 
 
 def test_for_others_slabs_that_go_nobody_looks_through_what_is_free_here(

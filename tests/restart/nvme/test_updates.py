@@ -19,7 +19,7 @@ from kvtier.types import BlockKey, Presence
 
 def test_news_for_an_idle_engine_is_bounded(tmp_path: Path) -> None:
     idle, busy = Engine(tmp_path / "kv", blocks=16), Engine(tmp_path / "kv", blocks=16)
-    keys = make_keys(300)
+    keys = make_keys(150)
     for key in keys:
         busy.put([key])
         idle.keeper.work()
@@ -127,6 +127,32 @@ def test_who_asks_while_the_keeper_takes_news_in_waits(
     engine.keeper.when_idle()
     asking.join()
     assert found == [Presence.MISS] * 4
+
+
+def test_nobody_tells_of_events_while_the_keeper_folds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came meanwhile would be lost."""
+    engine = Engine(tmp_path / "kv", blocks=4)
+    key, mutex = make_keys(1), engine.tier.turns.mutex
+    free: list[bool] = []
+
+    def another_calls() -> None:
+        free.append(mutex.acquire(blocking=False))
+        if free[-1]:
+            mutex.release()
+
+    def fold() -> None:
+        calling = threading.Thread(target=another_calls)
+        calling.start()
+        calling.join()
+
+    engine.put(key)
+    engine.keeper.when_idle()
+    engine.tier.turns._idle_since -= 10
+    monkeypatch.setattr(engine.tier._events, "fold", fold)
+    engine.keeper.when_idle()
+    assert free == [False]
 
 
 class Door:

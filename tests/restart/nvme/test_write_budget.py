@@ -14,7 +14,7 @@ from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome
 
 PLENTY = 1e9
-BLOCK = written_bytes(NAMESPACE, make_keys(1)[0])
+BLOCK = written_bytes(NAMESPACE, make_keys(1))
 
 
 class CountingDisk(Disk):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,31 @@ def test_what_does_not_fit_is_not_taken(
     BACKEND.begin_memory(settings(tmp_path), ())
     assert not taken
     assert not memory._begun
+
+
+@pytest.mark.parametrize("lack", ["files", "threads"])
+def test_where_the_system_gives_no_more_nothing_is_left_of_what_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str
+) -> None:
+    """A worker goes on with its other files, and a terabyte has a thousand slabs."""
+    open_file = os.open
+
+    def two_at_most(path: Path, flags: int, mode: int = 0o777) -> int:
+        if len(open_files(tmp_path)) == 2:
+            raise OSError(errno.EMFILE, "too many open files")
+        return open_file(path, flags, mode)
+
+    def limited(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limits:
+        if lack == "files":
+            limits.setattr(os, "open", two_at_most)
+        else:
+            limits.setattr(threading.Thread, "start", limited)
+        BACKEND.begin_memory(settings(tmp_path, blocks=2000), ())
+    assert not memory._begun
+    assert open_files(tmp_path) == []
 
 
 def test_memory_that_is_too_small_or_for_nobody_is_given_back(

@@ -79,7 +79,7 @@ def test_a_slot_of_another_key_is_neither_loaded_nor_stored_to(rig: Rig) -> None
 
 def another_block(table: Buffer, at: int) -> None:
     """The same key, stored once more."""
-    key = layout.entry_key(table, (at - layout.TABLE_AT) // layout.ENTRY_BYTES)
+    key = layout.key_in(table[at : at + layout.ENTRY_BYTES])
     table[at : at + layout.ENTRY_BYTES] = layout.pack_entries(VALID, [key], 77, 0)
 
 

@@ -103,6 +103,23 @@ def test_two_marks_that_name_one_engine_are_nobodys(tmp_path: Path) -> None:
         assert BACKEND.find_region(settings, "an engine") is None
 
 
+def test_a_slab_that_is_numbered_meanwhile_stops_no_keeper(tmp_path: Path) -> None:
+    """Its thread looks what is pinned while the tier's own thread takes slabs in."""
+    with opened(tmp_path) as cpu:
+        by_slab = cpu._places.by_slab
+        [place] = by_slab.values()
+
+        class Looked:
+            @property
+            def mine(self) -> bool:
+                by_slab[-2] = place
+                return False
+
+        by_slab[-1] = Looked()  # type: ignore[assignment]
+        assert not cpu._pins_are_made()
+        del by_slab[-1], by_slab[-2]
+
+
 @pytest.mark.parametrize("page", [4096, 1 << 16])
 def test_pieces_cover_all_slots_and_end_with_pages(page: int) -> None:
     slot_bytes, first_at = 3 * 4096, 5 * 4096

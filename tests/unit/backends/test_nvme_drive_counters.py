@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backends.nvme.drives import Drive, drives_of, parse, read_drives
+from kvtier.backends.nvme.drives import drives_of, parse, read_drives
+from kvtier.inspect.contents import DriveWear
 
 ANSWER = {"critical_warning": 0, "percent_used": 3, "data_units_written": 2_000_000}
 
@@ -74,7 +75,9 @@ def test_what_it_says(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"[ \"$*\" = 'smart-log --output-format=json /dev/nvme0n1' ] && echo '{json.dumps(ANSWER)}'"
     )
     program(tmp_path / "bin", script, monkeypatch)
-    assert read_drives(tmp_path, root) == [Drive("/dev/nvme0n1", 1_024_000_000_000, 3)]
+    assert read_drives(tmp_path, root) == [
+        DriveWear(device="/dev/nvme0n1", written=1_024_000_000_000, percent_used=3)
+    ]
 
 
 def test_without_the_right_to_ask_one_line_says_so(
@@ -92,7 +95,7 @@ def test_without_the_program_one_line_says_so(
     machine(root, tmp_path, {"nvme0n1": []}, "nvme0n1")
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert read_drives(tmp_path, root) == [
-        Drive("/dev/nvme0n1", problem="nvme-cli is not installed")
+        DriveWear(device="/dev/nvme0n1", problem="nvme-cli is not installed")
     ]
 
 

@@ -291,17 +291,3 @@ def test_one_bad_slot_costs_its_neighbours_nothing(
     assert handler.load(reservation.spec, keys, [blank() for _ in keys]) == expected
     handler.close()
     tier.close()
-
-
-def test_nobody_acts_for_an_owner_whose_mark_was_taken_away(tmp_path: Path) -> None:
-    tier, handler = opened(tmp_path / "kv", Disk())
-    keys = make_keys(2)
-    reservation = tier.prepare_store(keys)
-    records = [sealed(key) for key in keys]
-    assert handler.store(reservation.spec, keys, records) == [Outcome.OK] * 2
-    (mark,) = (tmp_path / "kv").glob("*/owners/*")
-    mark.unlink()  # as with the whole folder
-    assert handler.store(reservation.spec, keys, records) == [Outcome.DROPPED] * 2
-    assert not handler._slabs._owners, "the descriptor that its lock hung on is closed"
-    handler.close()
-    tier.close()

@@ -57,6 +57,15 @@ def test_no_range_is_given_away_while_something_is_on_its_way() -> None:
     prove(places)
 
 
+def test_more_slabs_than_any_engine_makes_can_be_numbered() -> None:
+    """Others may have left them, however small."""
+    places, count = Places(), (1 << 16) + 100
+    for number in range(count):
+        places.add(slab(number, 1), idle)
+    assert places.where([count - 1]) == [count - 1 << SLOT_BITS]
+    assert places.of(count - 1).slab.id == count - 1
+
+
 def test_whether_all_is_ours() -> None:
     places = Places()
     one, two = (places.add(slab(number, 2), idle) for number in (1, 2))

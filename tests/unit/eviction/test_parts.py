@@ -182,24 +182,24 @@ class TestRuns:
 
 
 class TestKinds:
-    def test_the_next_turn_follows_the_end_of_the_last(self) -> None:
-        story = conclude(Seen(mark=2, rest=2, again=True, pause=0), fresh=2, length=20)
-        assert (story.turn, story.forked) == (3, False)
+    @pytest.mark.parametrize(
+        ("seen", "fresh", "turn", "forked"),
+        [
+            (Seen(mark=2, rest=2, again=True, pause=0), 2, 3, False),  # after the end of the last
+            (Seen(mark=2, rest=0, again=False, pause=0), 2, 2, False),  # the rest of the same
+            (Seen(mark=2, rest=3, again=True, pause=0), 2, 0, True),  # it leaves another halfway
+            (Seen(mark=0, rest=3, again=True, pause=0), 0, 1, False),  # the same request again
+            (Seen(TURN_MAX, rest=0, again=True, pause=0), 1, TURN_MAX, False),  # a late turn
+        ],
+    )
+    def test_turns_and_forks_are_told_apart(
+        self, seen: Seen, fresh: int, turn: int, forked: bool
+    ) -> None:
+        story = conclude(seen, fresh, 20)
+        assert (story.turn, story.forked) == (turn, forked)
 
-    def test_the_rest_of_the_same_request_is_no_new_turn(self) -> None:
-        assert conclude(Seen(mark=2, rest=0, again=False, pause=0), fresh=2, length=20).turn == 2
+    def test_the_rest_of_a_first_request_is_as_its_beginning(self) -> None:
         assert conclude(Seen(mark=0, rest=0, again=False, pause=0), 2, 20) == conclude(None, 2, 20)
-
-    def test_a_request_that_leaves_another_halfway_is_a_fork(self) -> None:
-        story = conclude(Seen(mark=2, rest=3, again=True, pause=0), fresh=2, length=20)
-        assert (story.turn, story.forked) == (0, True)
-
-    def test_the_same_request_again_is_no_fork(self) -> None:
-        story = conclude(Seen(mark=0, rest=3, again=True, pause=0), fresh=0, length=20)
-        assert (story.turn, story.forked) == (1, False)
-
-    def test_a_late_turn_is_still_a_turn(self) -> None:
-        assert conclude(Seen(TURN_MAX, rest=0, again=True, pause=0), 1, 9).turn == TURN_MAX < SHARED
 
     def test_a_beginning_that_many_share_says_nothing_of_a_first_request(self) -> None:
         few, many = (conclude(Seen(SHARED + uses, 9, True, 0), 2, 9) for uses in (31, 32))

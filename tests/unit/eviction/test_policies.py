@@ -25,11 +25,6 @@ class TestEveryPolicy:
         policy.use([2, 3], keys(2, 2), 2.5, after=1)
         assert policy.evict(4) == [3, 2, 1, 0]
 
-    def test_restored_blocks_leave_in_the_order_given(self, name: str) -> None:
-        policy = new_policy(name, 8)
-        policy.load([5, 2, 7], [10.0, 11.0, 12.0])
-        assert policy.evict(2) == [5, 2]
-
     def test_a_restored_prefix_outlives_its_tail_however_long_it_is(self, name: str) -> None:
         count = 100
         policy = new_policy(name, 3 * count)
@@ -94,15 +89,6 @@ class TestEveryPolicy:
             assert policy.victims(count) == first[:count]
         assert policy.victims(2, {first[0]}) == first[1:3]
         assert policy.evict(3) + policy.evict(1) == first
-
-    def test_nothing_happens_for_nothing(self, name: str) -> None:
-        policy = new_policy(name)
-        policy.use([], [], 1.0)
-        policy.remove([])
-        policy.load([])
-        assert policy.evict(5) == policy.victims(5) == []
-        assert len(policy) == 0
-        assert 0 not in policy
 
 
 class TestS3FIFO:

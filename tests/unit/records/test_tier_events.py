@@ -7,11 +7,8 @@ import random
 import pytest
 
 from kvtier.interfaces import tier as tier_module
-from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.tier import Events
-from kvtier.settings import ByteSize, Capacity
-from kvtier.testing.memory import BACKEND, MemorySettings
-from kvtier.testing.subject import NAMESPACE, make_keys
+from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey, EventKind
 
 STORED, REMOVED = EventKind.STORED, EventKind.REMOVED
@@ -55,16 +52,3 @@ def test_who_does_not_hears_what_it_comes_to(seed: int, monkeypatch: pytest.Monk
         if dice.random() < 0.02:
             believed = after(believed, events)
             assert believed == here
-
-
-def test_a_tier_whose_events_nobody_takes_does_not_pile_them_up() -> None:
-    """Ten thousand times as much as fits is stored."""
-    blocks = 4
-    settings = MemorySettings(capacity=Capacity(size=ByteSize(blocks * 12288)))
-    tier = BACKEND.open_tier(settings, TierContext(NAMESPACE, "test"))
-    for start in range(0, 40_000, 4):
-        keys = tier.prepare_store(make_keys(4, start=start)).keys
-        tier.complete_store(keys)
-    told = tier.take_events()
-    assert sum(len(event.keys) for event in told) <= tier_module._KEYS_MAX + blocks
-    tier.close()

@@ -6,6 +6,8 @@ import math
 import os
 import stat
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,7 +22,10 @@ from kvtier.eviction.retention import BLOCKS_MAX, RetainedBlocks
 from kvtier.interfaces.backend import TierContext
 from kvtier.settings import ByteSize, Capacity
 from kvtier.slab import retention_list
-from kvtier.slab.retention_list import KeptList
+from kvtier.slab.files import list_path
+from kvtier.slab.folder import SlabFolder
+from kvtier.slab.retention_list import RetentionFiles
+from kvtier.slab.watch import Problems
 from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -114,26 +119,35 @@ class Full(Disk):
         return super().open(path, **how)
 
 
+def kept_in(
+    folder: Path,
+    retained: RetainedBlocks,
+    disk: Disk | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RetentionFiles:
+    found = SlabFolder(folder, NAMESPACE, disk or Disk())
+    return RetentionFiles(retained, found, Problems(folder).warn_once, clock)
+
+
 def test_a_list_that_cannot_be_written_is_said_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, disk = [0.0], Full()
     retained = RetainedBlocks(lambda: 1.0)
     retained.allow(4)
-    kept = KeptList(retained, tmp_path / "list", OURS, disk, lambda: now[0])
-    kept.begin()
+    kept = kept_in(tmp_path, retained, disk, lambda: now[0])
+    kept.begin("a")
     retained.retain(KEYS[:2], "a", 100.0, lambda _: True)
-    assert kept.unwritten
     for _ in range(3):
-        kept.write()
+        kept.look()
         now[0] += 100.0
     assert len(caplog.records) == 1
-    assert not kept.unwritten, "nobody is to wait for it"
+    assert retained.changed, "it is not written yet"
     disk.full = False
-    kept.write()
+    kept.look()
     again = RetainedBlocks(lambda: 2.0)
     again.allow(4)
-    KeptList(again, tmp_path / "list", OURS, Disk()).begin()
+    kept_in(tmp_path, again).begin("a")
     assert [BlockKey(key) in again for key in KEYS[:3]] == [True, True, False]
 
 
@@ -153,10 +167,10 @@ def test_a_list_of_host_memory_lies_beside_it(tmp_path: Path) -> None:
 def test_a_list_that_is_damaged_is_said_and_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "list"
-    path.write_bytes(b"rubbish" * 20)
     retained = RetainedBlocks()
     retained.allow(4)
-    KeptList(retained, path, OURS, Disk()).begin()
+    kept = kept_in(tmp_path, retained)
+    list_path(tmp_path / NAMESPACE.id, "a").write_bytes(b"rubbish" * 20)
+    kept.begin("a")
     assert "is not any more" in caplog.text
     assert len(retained) == 0

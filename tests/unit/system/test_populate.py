@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -47,18 +48,17 @@ def test_several_threads_take_ranges_in_order_and_others_wait_for_one() -> None:
     assert populating.whole
 
 
-def test_where_the_system_takes_none_nobody_waits() -> None:
+def refuse(address: int, size: int) -> bool:
     """As before Linux 5.14, or without memory: whatever comes next says so."""
-    populating = Populating([(at, 1) for at in range(9)], take=lambda *_: False, threads=1)
-    assert populating.wait(8, 60)
-    populating.stop()
-    assert not populating.whole
+    return False
 
 
-def test_whatever_a_thread_raises_nobody_waits_for_it() -> None:
-    def take(address: int, size: int) -> bool:
-        raise OverflowError("int too large to convert to C long")
+def fail(address: int, size: int) -> bool:
+    raise OverflowError("int too large to convert to C long")
 
+
+@pytest.mark.parametrize("take", [refuse, fail])
+def test_where_the_system_takes_none_nobody_waits(take: Callable[[int, int], bool]) -> None:
     populating = Populating([(at, 1) for at in range(9)], take=take, threads=2)
     assert populating.wait(8, 60)
     populating.stop()
