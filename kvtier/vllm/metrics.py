@@ -256,7 +256,7 @@ class Meter:
     def mistook(self, mistakes: int) -> None:
         """Count exceptions that workers have caught."""
         self._mistakes += mistakes
-        self._unread |= mistakes > 0
+        self._unread = True
 
     @property
     def due(self) -> bool:

@@ -135,6 +135,7 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
+        self.prefetches, self.queries = manager.chain.prefetches, manager.chain.queries
         self._meter, self._adapters = Meter(manager), Adapters()
         # For what vLLM does not ask, and kvtier's connector does:
         self.chain_manager, self.load = never_raising(manager), never_raising(manager.load)
@@ -231,11 +232,10 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def remember_adapter(self, request: str, adapter: Any) -> None:
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
-        if adapter is not None:
-            self.keep_nothing(request)
-            self._adapters.arrived(request, adapter)
-            self._unkept.discard(request)
-            self._unidentified.add(request)
+        self.keep_nothing(request)
+        self._adapters.arrived(request, adapter)
+        self._unkept.discard(request)
+        self._unidentified.add(request)
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
