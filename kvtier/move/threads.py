@@ -214,9 +214,8 @@ class ThreadMover(Mover):
                 return False
             if transfer.id in self._jobs:
                 raise ValueError(f"transfer {transfer.id} is in flight already")
-            if not self._books.admit(transfer):
+            if not (lanes := self._books.admit(transfer)):
                 return False
-            lanes = self._books.lanes(transfer)
             batch_blocks = min(self._lanes[lane].batch_blocks for lane in lanes)
             job = TransferJob(transfer, lanes, batch_blocks, now)
             self._jobs[transfer.id] = job
@@ -357,7 +356,7 @@ class ThreadMover(Mover):
             seconds=now - job.submitted,
             busy_seconds=job.busy_seconds,
         )
-        self._books.ended(transfer, result)
+        self._books.release(transfer, job.outcomes)
         self._results.append(result)
         self._ended.notify_all()
 
