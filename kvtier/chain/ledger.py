@@ -103,29 +103,28 @@ class Ledger:
 
     def promote(
         self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
-    ) -> Transfer | None:
+    ) -> Move | None:
         """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
-        move, _ = self._begin(source, HOST, keys, deadline, not ticket.proves)
+        move, _ = self.carry(source, HOST, keys, deadline, not ticket.proves)
         if move is None:
             return None
         if ticket.proves:
             self.deferred_verification.add(move.keys, source)
-        self.joinable.update(dict.fromkeys(move.keys, move))
         ticket.wait_for(move)
         ticket.pending.update(move.keys)
         ticket.unsettled.update(move.keys)
-        return move.transfer
-
-    def prefetch(self, source: int, keys: Sequence[BlockKey], deadline: float) -> Move | None:
-        """As `promote`, for nobody yet: whoever wants these blocks joins."""
-        move, _ = self._begin(source, HOST, keys, deadline, prefetch=True)
-        self.joinable.update(dict.fromkeys(move.keys, move) if move else {})
         return move
 
     def seal(self, ticket: Ticket, asked: Sequence[BlockKey]) -> None:
         """Say where everything is that was taken, in the order asked for."""
-        pieces = ticket.sealed(asked) or [([], self._tiers[HOST].prepare_load([]))]
-        ticket.spec = gather(pieces, ticket.keys)
+        if len(ticket.pinned) + len(ticket.pending) == len(asked):
+            ticket.keys = asked
+        else:
+            taken, files = ticket.pending.union(ticket.pinned), ticket.files
+            ticket.keys = [key for key in asked if key in taken]
+            ticket.missing = [key for key in asked if key not in taken and key not in files]
+        pieces = ticket.pieces or [([], self._tiers[HOST].prepare_load([]))]
+        ticket.spec, ticket.pieces = gather(pieces, ticket.keys), []
 
     def release(
         self,
@@ -144,16 +143,18 @@ class Ledger:
             pinned, kept = split(ticket.pinned, ended)
             unsettled = ticket.unsettled.intersection(keys)
             held = [key for key in ticket.held if key in ended]
-        else:
+        elif ticket.pinned_files:
             self._unpin_files(ticket, failed or {})
-        if pinned:
-            ours = set(pinned) if failed else ()
-            blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+        if pinned and failed:
+            ours = set(pinned)
+            blamed = {key: why for key, why in failed.items() if key in ours}
             self._misses.note_failed(HOST, blamed)
             blamed = self.deferred_verification.blame(blamed)
             end_load(self._tiers[HOST], pinned, blamed)
             if blamed:
                 self.note_dropped(blamed)
+        elif pinned:
+            self._tiers[HOST].complete_load(pinned)
         if failed and unsettled:
             self._void_blocks(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
         if held:
@@ -205,22 +206,12 @@ class Ledger:
         keys: Sequence[BlockKey],
         deadline: float,
         prove: bool = True,
-    ) -> tuple[Transfer | None, list[BlockKey]]:
-        """Pin blocks at the source and reserve in the target what is new there. Answers with the
-        transfer, None if there is nothing to move, and what the source lacks."""
-        move, absent = self._begin(source, target, keys, deadline, prove)
-        return move.transfer if move else None, absent
-
-    def _begin(
-        self,
-        source: int,
-        target: int,
-        keys: Sequence[BlockKey],
-        deadline: float,
-        prove: bool = True,
         *,
         prefetch: bool = False,
     ) -> tuple[Move | None, list[BlockKey]]:
+        """Pin blocks at the source and reserve in the target what is new there. Answers with the
+        move, None if there is nothing to move, and what the source lacks. A `prefetch` is for
+        nobody yet: whoever wants these blocks joins."""
         # Pinned first: making room in the target may evict, and must not do so for nothing.
         pinned, spec = pin_what_is_there(self._tiers[source], keys)
         here = set(pinned) if len(pinned) < len(keys) else ()
@@ -248,7 +239,9 @@ class Ledger:
             prefetch=prefetch,
         )
         move = self._moves[transfer.id] = Move(transfer)
-        self.loading[source] += len(move.keys) if target == HOST and not prefetch else 0
+        if target == HOST:
+            self.joinable.update(dict.fromkeys(move.keys, move))
+            self.loading[source] += 0 if prefetch else len(move.keys)
         return move, absent
 
     def _take(
@@ -265,14 +258,14 @@ class Ledger:
                 self.evicted.append((tier, taken.evicted))
         return taken
 
-    def refuse(self, transfer: Transfer) -> None:
-        """Undo a transfer that the mover did not take."""
-        for ticket in self._moves[transfer.id].waiters:
-            ticket.pending.difference_update(transfer.keys)
-            ticket.unsettled.difference_update(transfer.keys)
-            ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
-        self._moves[transfer.id].waiters = []
-        self.settle(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
+    def refuse(self, move: Move) -> None:
+        """Undo a move that the mover did not take."""
+        for ticket in move.waiters:
+            ticket.pending.difference_update(move.keys)
+            ticket.unsettled.difference_update(move.keys)
+            ticket.moves.remove(move)
+        move.waiters = []
+        self.settle(move.transfer.id, [Outcome.DROPPED] * len(move.keys))
 
     def settle(self, id: int, outcomes: Sequence[Outcome]) -> SettledMove | None:
         """Commit what arrived, abort what did not; None for a transfer that is not ours."""
@@ -483,17 +476,6 @@ class Ticket:
         idle = [move.transfer.id for move in self.moves if not move.waiters]
         self.moves = []
         return idle
-
-    def sealed(self, asked: Sequence[BlockKey]) -> list[tuple[Sequence[BlockKey], LoadStoreSpec]]:
-        """All is taken that there is of these. Answers with where it is, piece by piece."""
-        if len(self.pinned) + len(self.pending) == len(asked):
-            self.keys = asked
-        else:
-            taken = self.pending.union(self.pinned)
-            self.keys = [key for key in asked if key in taken]
-            self.missing = [key for key in asked if key not in taken and key not in self.files]
-        pieces, self.pieces = self.pieces, []
-        return pieces
 
     def lower_tiers(self) -> dict[BlockKey, int]:
         """The tiers below host memory that blocks come from."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.hits import Decision, HitPlanner, HitRoom, Span, asked, columns, needed
+from kvtier.chain.hits import HitRoom
 from kvtier.chain.misses import Cause, last_loss
 from kvtier.chain.plan import (
     COMING,
@@ -29,9 +29,6 @@ class Lookup:
     def __init__(self, context: ChainContext) -> None:
         self._context = context
         self.reservations = Reservations(context)
-        self._planner = HitPlanner(
-            context.counters, context.costs, context.ledger.joinable, context.clock
-        )
         # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
         tiers = len(context.tiers)
         self._names = [*[Presence.HIT] * tiers, Presence.HIT, Presence.PENDING, Presence.MISS]
@@ -43,30 +40,6 @@ class Lookup:
             return [Presence.HIT] * len(keys)
         origins = self.reservations.reserve(keys, self.locate(keys))
         return [self._names[origin] for origin in origins]
-
-    def match_prefix(
-        self, keys: Sequence[BlockKey], tokens_per_block: int, start: int, decision: Decision
-    ) -> int:
-        """How many leading keys of a prefix are here, have room, and are worth loading."""
-        origins = self.locate(keys, at_hand=decision.at_hand)
-        count = self._planner.prefix(keys, origins, tokens_per_block, start, decision)
-        taken = self.reservations.reserve(keys[:count], origins[:count]) if count else []
-        decision.short_of_room = NOWHERE in taken
-        return taken.index(NOWHERE) if NOWHERE in taken else count
-
-    def match_windows(
-        self, spans: Sequence[Span], start: int, limit: int, decision: Decision
-    ) -> tuple[int, list[list[int]], bool]:
-        """The token up to which a hit on several groups, or on windows, is worth loading; where
-        each chunk is; and whether what it takes could be reserved."""
-        sought = asked(spans, start)
-        origins = columns(spans, start, self.locate(sought, at_hand=decision.at_hand))
-        room = self.reservations.left()
-        stop = self._planner.furthest(spans, origins, start, limit, room, decision)
-        keys, places = needed(spans, origins, start, stop)
-        fits = NOWHERE not in self.reservations.reserve(keys, places)
-        decision.short_of_room |= not fits
-        return stop, origins, fits
 
     def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
         """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
@@ -142,11 +115,6 @@ class Reservations:
         """Whether there is anything to be ended."""
         return bool(self.held or self._queued) or self._free is not None or any(self._withheld)
 
-    @property
-    def slotless(self) -> frozenset[int]:
-        """The tiers whose blocks do not come through host memory."""
-        return self._context.direct
-
     def room(self) -> int:
         """Host slots that hits can still reserve."""
         if self._free is None:
@@ -168,7 +136,7 @@ class Reservations:
         if any(self._queue(tier) < self._queues[tier] // 2 for tier in tiers):
             self._queued = Counter(self.held.values())
         queues = {tier: max(0, self._queue(tier)) for tier in tiers}
-        return HitRoom(self.room(), self.held, self.slotless, queues)
+        return HitRoom(self.room(), self.held, self._context.direct, queues)
 
     def _queue(self, tier: int) -> int:
         loading, withheld = self._context.ledger.loading[tier], self._withheld[tier]
@@ -176,7 +144,7 @@ class Reservations:
 
     def reserve(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
         """Reserve the room of these; answers NOWHERE in place of what there is no room for."""
-        slotless = self.slotless
+        slotless = self._context.direct
         origins = plan_room(keys, origins, self.held, self.room(), slotless)
         for tier in range(HOST + 1, len(self._queues)):
             if tier in slotless or tier not in origins:

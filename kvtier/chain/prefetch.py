@@ -64,6 +64,8 @@ class Prefetches:
         self._tell_used = used
         slots, tiers = context.slots[HOST], context.tiers
         self.share = PrefetchShare(int(slots * settings.memory) if settings.waiting else 0)
+        self.on = self.share.blocks > 0 and len(tiers) > 1
+        """Whether there is anything to be prefetched, and room for it."""
         self.stats = PrefetchStats.of(len(tiers))
         self._requests: dict[str, PrefetchRequest] = {}
         self._over: list[PrefetchRequest] = []
@@ -82,11 +84,6 @@ class Prefetches:
         self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.warmup_share))
 
     # -- what is wanted ----------------------------------------------------------------------
-
-    @property
-    def on(self) -> bool:
-        """Whether there is anything to be prefetched, and room for it."""
-        return self.share.blocks > 0 and len(self._context.tiers) > 1
 
     @property
     def busy(self) -> bool:
@@ -268,10 +265,8 @@ class Prefetches:
         self.stats.saved_seconds += max(0.0, saved)
 
     def settled(self, settled: SettledMove, now: float) -> Sequence[BlockKey]:
-        """A move into host memory has ended. Answers with what it has brought to a load; of others
-        the tiers between are told when they are used."""
-        if not settled.move.ahead:
-            return settled.committed
+        """A move that began as a prefetch has ended. Answers with what it has brought to a load; of
+        others the tiers between are told when they are used."""
         if self.warm_up.settled(settled):
             return [] if settled.move.prefetch else settled.committed
         self._arrived(settled, now)

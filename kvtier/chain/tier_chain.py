@@ -6,18 +6,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.hits import Decision, Span, asked
+from kvtier.chain.hits import Decision, HitPlanner, Span, asked, columns, needed
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.load import EmbeddedLoads, Loads
 from kvtier.chain.lookup import Lookup
 from kvtier.chain.misses import Cause, Past
-from kvtier.chain.plan import HOST, NOWHERE
+from kvtier.chain.plan import HOST, JOINING, NOWHERE
 from kvtier.chain.prefetch import Prefetches
-from kvtier.chain.queries import Queries, Query
-from kvtier.chain.stats import ChainStats, Sample, budgets_of
+from kvtier.chain.queries import Queries
+from kvtier.chain.stats import ChainStats
 from kvtier.chain.store import Cascade
 from kvtier.errors import NotResident
 from kvtier.interfaces.mover import TransferResult
@@ -129,6 +130,9 @@ class TierChain(Tier):
         self.retention = Retention(self.tiers, context.settings, context.slots, retain)
         self._lookup = Lookup(context)
         self.reservations = self._lookup.reservations
+        self._planner = HitPlanner(
+            context.counters, context.costs, context.ledger.joinable, context.clock
+        )
         self._loads = Loads(context, self._lookup)
         self._embedded = EmbeddedLoads(context.ledger)
         self._cascade = Cascade(context)
@@ -141,6 +145,10 @@ class TierChain(Tier):
             used=partial(self._cascade.committed, HOST),
         )
         self.queries = Queries(context, self._lookup)
+        # What a part does alone is called there at once.
+        self.locate, self.find = self._lookup.locate, self.queries.ask
+        self.read_directly = self._loads.read_directly
+        self.take_samples = context.counters.take_samples
         self._stored = deque[TransferResult]()
         self._ended: list[Ticket] = []
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
@@ -164,27 +172,30 @@ class TierChain(Tier):
         With the `decision` of an earlier call, that one is repeated if nothing has changed.
         """
         decision = decision or Decision()
-        count = self._lookup.match_prefix(keys, tokens_per_block, start, decision)
+        origins = self.locate(keys, at_hand=decision.at_hand)
+        count = self._planner.prefix(keys, origins, tokens_per_block, start, decision)
+        taken = self.reservations.reserve(keys[:count], origins[:count]) if count else []
+        decision.short_of_room = NOWHERE in taken
         self.prefetches.release_room(decision, keys)
-        return count
+        return taken.index(NOWHERE) if NOWHERE in taken else count
 
     def match_windows(
         self, spans: Sequence[Span], start: int, limit: int, decision: Decision
     ) -> tuple[int, list[list[int]]]:
         """As `match_prefix`, for a request with several cache groups, or with windows: the token up
         to which it is worth loading from `start` on, and where each chunk after that is."""
+        sought = asked(spans, start)
         origins: list[list[int]] = []
         for _ in range(2):  # what is too much at first may fit with what was counted again since
-            stop, origins, fits = self._lookup.match_windows(spans, start, limit, decision)
-            self.prefetches.release_room(decision, asked(spans, start))
+            origins = columns(spans, start, self.locate(sought, at_hand=decision.at_hand))
+            room = self.reservations.left()
+            stop = self._planner.furthest(spans, origins, start, limit, room, decision)
+            fits = NOWHERE not in self.reservations.reserve(*needed(spans, origins, start, stop))
+            decision.short_of_room |= not fits
+            self.prefetches.release_room(decision, sought)
             if fits:
                 return stop, origins
         return start, origins
-
-    def locate(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan). Reserves
-        nothing, and does not ask about room."""
-        return self._lookup.locate(keys)
 
     def why_missed(self, key: BlockKey) -> Cause:
         """Why a block is not found now, or, if it is, that it is here."""
@@ -196,11 +207,6 @@ class TierChain(Tier):
                     late = Past(Fate.GONE, tier, left.seconds)
                     return Cause(MissReason.NOT_WRITTEN, tier, late, left)
         return cause
-
-    def find(self, keys: Sequence[BlockKey]) -> Query:
-        """Ask the media that alone know what they hold for what the tiers above lack of these; what
-        they say is found by later lookups. Call it when a request comes, before its turn."""
-        return self.queries.ask(keys)
 
     # load
 
@@ -220,22 +226,20 @@ class TierChain(Tier):
         if NOWHERE in origins:
             origins = self.locate(keys)
         ticket = self._ledger.open_ticket(request, deadline, proves)
-        if not self._loads.pin(ticket, keys, origins):
-            origins = self.locate(keys)
-            self._loads.pin(ticket, keys, origins)
-        self.prefetches.found(ticket.pinned)
+        if HOST in origins:
+            if not self._loads.pin(ticket, keys, origins):
+                origins = self.locate(keys)
+                self._loads.pin(ticket, keys, origins)
+            self.prefetches.found(ticket.pinned)
         if origins.count(HOST) < len(keys):
-            for move in self._loads.join(ticket, keys, origins):
-                self.prefetches.joined(move, ticket.pending)
+            if JOINING in origins:
+                for move in self._loads.join(ticket, keys, origins):
+                    self.prefetches.joined(move, ticket.pending)
             self._loads.start(ticket, keys, origins)
         self._ledger.seal(ticket, keys)
         self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
         self.reservations.count_again()
         return ticket
-
-    def read_directly(self, able: bool) -> None:
-        """Say whether the readers of `begin_load` fetch what lies in files themselves."""
-        self._loads.read_directly(able)
 
     def end_load(
         self,
@@ -246,9 +250,13 @@ class TierChain(Tier):
     ) -> None:
         """Nobody reads for this ticket any more; `failed` could not be read, or were not right, and
         `proved` were. `read` is what its reader has fetched from files: bytes, and seconds."""
-        self._loads.end_direct(ticket, failed or {}, read)
+        if ticket.pinned_files:
+            self._loads.end_direct(ticket, failed or {}, read)
         self._ledger.deferred_verification.remove(proved)
         self._ledger.release(ticket, None, failed)
+        self._released(failed)
+
+    def _released(self, failed: Mapping[BlockKey, Outcome] | None) -> None:
         self._ledger.deferred_verification.tell_blamed(self._counters.failed)
         self.reservations.count_again()
         if failed:
@@ -273,10 +281,7 @@ class TierChain(Tier):
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
         self._embedded.end(keys, failed)
-        self._ledger.deferred_verification.tell_blamed(self._counters.failed)
-        self.reservations.count_again()
-        if failed:
-            self.reservations.end()
+        self._released(failed)
 
     # store
 
@@ -356,15 +361,17 @@ class TierChain(Tier):
 
     def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
         for result in self._mover.poll():
-            if self.queries.settled(result, now):
-                continue
-            if not self._ledger.promoting(result.id):
+            if result.id < 0:
+                self.queries.settled(result, now)
+            elif not self._ledger.promoting(result.id):
                 self._stored.append(result)
             elif settled := self._ledger.settle(result.id, result.outcomes):
                 self._loads.settled(settled, result, now)
                 self._counters.ended(settled, result)
                 self._ended += settled.landed
-                loaded = self.prefetches.settled(settled, now)
+                loaded: Sequence[BlockKey] = settled.committed
+                if settled.move.ahead:
+                    loaded = self.prefetches.settled(settled, now)
                 self._cascade.committed(HOST, loaded, now, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
@@ -406,22 +413,27 @@ class TierChain(Tier):
     def take_events(self) -> list[TierEvent]:
         return [event for tier in self.tiers for event in tier.take_events()]
 
-    def take_samples(self) -> list[Sample]:
-        """Transfers that ended since the last call, for histograms."""
-        return self._counters.take_samples()
-
     def stats(self) -> TierStats:
         return TierStats.total(self.medium, [tier.stats() for tier in self.tiers])
 
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""
-        links, ahead, down = (
-            self._cascade.stats(),
-            self.prefetches.counted(),
-            self._context.left_alone(),
+        counters = self._counters
+        budgets = [tier.allowance and tier.allowance.stats() for tier in self.tiers]
+        return ChainStats(
+            tiers=[tier.stats() for tier in self.tiers],
+            links=self._cascade.stats(),
+            mover=self._mover.stats(),
+            hits=list(counters.hits),
+            hit_bytes=list(counters.hit_bytes),
+            misses=list(counters.misses),
+            failures=[dict(failures) for failures in counters.failures],
+            down=self._context.left_alone(),
+            prefetch=self.prefetches.counted(),
+            reads=[copy(each) for each in counters.reads],
+            writes=[copy(each) for each in counters.writes],
+            budgets=budgets,
         )
-        budgets, tiers = budgets_of(self.tiers), [tier.stats() for tier in self.tiers]
-        return self._counters.stats(tiers, links, self._mover.stats(), down, ahead, budgets)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

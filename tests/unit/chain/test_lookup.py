@@ -8,11 +8,11 @@ from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 from kvtier.chain import stats
 from kvtier.chain.ledger import Move, SettledMove
 from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
-from kvtier.chain.stats import ChainCounters, PrefetchStats, Sample, direct
+from kvtier.chain.stats import ChainCounters, Sample, direct
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
 from kvtier.errors import NotResident
-from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.settings import WritePolicy
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome, Presence, SlotSpec
@@ -336,11 +336,11 @@ def test_samples_say_where_from_and_only_the_latest_are_kept(
     ]
 
 
-def test_what_was_told_once_stays_as_it_was_told() -> None:
-    counts = ChainCounters(MEDIA, NAMESPACE)
+def test_what_was_told_once_stays_as_it_was_told(rig: ChainRig) -> None:
+    counts = rig.context.counters
     counts.found(1, make_keys(2))
     counts.failed(1, [Outcome.GONE])
-    told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0), [])
+    told = rig.chain.chain_stats()
     counts.looked_up([NOWHERE])
     counts.found(1, make_keys(3))
     counts.failed(1, [Outcome.GONE, Outcome.CORRUPT])
