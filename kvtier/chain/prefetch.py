@@ -209,7 +209,8 @@ class Prefetches:
         if decision.short_of_room:
             self._release_room = any(move.prefetch for move, _ in self._moves.values())
             self.warm_up.cancel_unjoined()
-        decision.short_of_room |= self._being_cancelled(keys)
+        if self._moves:
+            decision.short_of_room |= self._being_cancelled(keys)
 
     @property
     def holds_room(self) -> bool:

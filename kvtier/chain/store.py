@@ -108,7 +108,8 @@ class Cascade:
 
     def used(self, keys: Sequence[BlockKey], now: float) -> None:
         """A request has used these, or loads them."""
-        self._learn(1)
+        if self._requests:
+            self._learn(1)
         for link in self._links:
             if link.touches is None and not self._context.writable(link.target, now):
                 continue
@@ -174,8 +175,10 @@ class Cascade:
 
     def step(self, now: float) -> None:
         """Start the stores that there is room for."""
-        self._learn(_STEP_KEYS)
-        self._count_lost()
+        if self._requests:
+            self._learn(_STEP_KEYS)
+        if self._ledger.evicted:
+            self._count_lost()
         self.started = 0
         counts = [link.startable(STEP_BLOCKS) for link in self._links]
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain

@@ -365,7 +365,7 @@ class ChainManager:
             self.costs.observe_memory(merged.pinned)
         given_up = self._deadlines.ended(number)
         self.chain.read_directly(merged.reads_files)
-        failed = pending.failed(merged)
+        failed = pending.failed(merged) if merged.failures else {}
         if pending.ticket is None:
             if pending.distrusted:
                 failed = dict.fromkeys(pending.keys, Outcome.DROPPED)
