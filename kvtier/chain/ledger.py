@@ -129,21 +129,11 @@ class Ledger:
     def release(
         self,
         ticket: Ticket,
-        keys: Sequence[BlockKey] | None = None,
         failed: Mapping[BlockKey, Outcome] | None = None,
-    ) -> list[int]:
-        """The reader of this ticket is done with these blocks (None: with all of them).
-
-        Answers with the transfers that nobody waits for any more.
-        """
-        pinned, unsettled, held = ticket.pinned, ticket.unsettled, ticket.held
-        kept: list[BlockKey] = []
-        if keys is not None:
-            ended = Counter(keys)
-            pinned, kept = split(ticket.pinned, ended)
-            unsettled = ticket.unsettled.intersection(keys)
-            held = [key for key in ticket.held if key in ended]
-        elif ticket.pinned_files:
+    ) -> None:
+        """The reader of this ticket is done with its blocks, of which these have `failed`."""
+        pinned, unsettled = ticket.pinned, ticket.unsettled
+        if ticket.pinned_files:
             self._unpin_files(ticket, failed or {})
         if pinned and failed:
             ours = set(pinned)
@@ -157,15 +147,14 @@ class Ledger:
             self._tiers[HOST].complete_load(pinned)
         if failed and unsettled:
             self._void_blocks(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
-        if held:
-            self._unhold(ticket, held)
-        ticket.pinned = kept
-        ticket.unsettled = ticket.unsettled - unsettled
-        ticket.pending = ticket.pending & ticket.unsettled
-        idle = [] if ticket.unsettled else ticket.leave()
-        if not (ticket.pinned or ticket.unsettled or ticket.held or ticket.pinned_files):
-            self._tickets.pop(ticket, None)
-        return idle
+        if ticket.held:
+            free = self._held.let_go(ticket)
+            self.abandoned.difference_update(free)
+            self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
+        for move in ticket.moves:
+            move.waiters.remove(ticket)
+        ticket.pinned, ticket.moves, ticket.pending, ticket.unsettled = [], [], set(), set()
+        self._tickets.pop(ticket, None)
 
     def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for tier, keys in ticket.pinned_files:
@@ -173,11 +162,6 @@ class Ledger:
             self._misses.note_failed(tier, blamed)
             end_load(self._tiers[tier], keys, blamed)
         ticket.pinned_files = []
-
-    def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
-        free = self._held.let_go(ticket, keys)
-        self.abandoned.difference_update(free)
-        self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
 
     def _void_blocks(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for move in ticket.moves:
@@ -244,10 +228,8 @@ class Ledger:
             self.loading[source] += 0 if prefetch else len(move.keys)
         return move, absent
 
-    def _take(
-        self, tier: int, keys: Sequence[BlockKey], cause: Fate, evict: bool = True
-    ) -> Reservation:
-        taken = self._tiers[tier].prepare_store(keys, evict=evict)
+    def _take(self, tier: int, keys: Sequence[BlockKey], cause: Fate) -> Reservation:
+        taken = self._tiers[tier].prepare_store(keys)
         if taken.evicted:
             self._misses.note(tier, taken.evicted, cause)
             if tier == HOST:
@@ -325,9 +307,9 @@ class Ledger:
 
     # stores of the engine: reserve, commit
 
-    def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
+    def reserve(self, keys: Sequence[BlockKey]) -> Reservation:
         """Reserve host slots that the engine will fill."""
-        taken = self._take(HOST, keys, Fate.FOR_STORE, evict)
+        taken = self._take(HOST, keys, Fate.FOR_STORE)
         if len(taken.keys) < len(keys):
             here = zip(keys, self._tiers[HOST].lookup(keys), strict=True)
             lacking = [key for key, at in here if at is Presence.MISS]
@@ -469,14 +451,6 @@ class Ticket:
         self.moves.append(move)
         self.pieces.append((move.keys, move.transfer.target_spec))
 
-    def leave(self) -> list[int]:
-        """Wait for nothing any more; answers with the transfers that nobody else waits for."""
-        for move in self.moves:
-            move.waiters.remove(self)
-        idle = [move.transfer.id for move in self.moves if not move.waiters]
-        self.moves = []
-        return idle
-
     def lower_tiers(self) -> dict[BlockKey, int]:
         """The tiers below host memory that blocks come from."""
         tiers = {key: move.transfer.source for move in self.moves for key in move.keys}
@@ -561,10 +535,9 @@ class HeldSlots:
         ticket.held += keys
         self._readers.update(keys)
 
-    def let_go(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Take a reader from each of these; answers with those that have none left."""
-        freed = set(keys)
-        ticket.held = [key for key in ticket.held if key not in freed]
+    def let_go(self, ticket: Ticket) -> list[BlockKey]:
+        """Take a ticket from the readers of its blocks; answers with those that have none left."""
+        keys, ticket.held = ticket.held, []
         self._readers.subtract(keys)
         free = [key for key in keys if not self._readers[key]]
         for key in free:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.ledger import Ledger, Move, SettledMove, Ticket, split
+from kvtier.chain.ledger import Move, SettledMove, Ticket
 from kvtier.chain.lookup import Lookup
 from kvtier.chain.plan import HOST, JOINING
 from kvtier.chain.stats import direct
@@ -205,32 +205,3 @@ class Loads:
         if complete:
             size = sum(context.counters.sizes(settled.move.keys))
             costs.observe_prefetch(link, size, result.busy_seconds)
-
-
-class EmbeddedLoads:
-    """The tickets of callers that name no request, and what of them is still to be read: pins are
-    counted by key, whoever took them."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._unread: list[tuple[Ticket, Counter[BlockKey]]] = []
-
-    def add(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
-        """Somebody reads these, and will say so key by key."""
-        if keys:
-            self._unread.append((ticket, Counter(keys)))
-        else:
-            self._ledger.release(ticket)
-
-    def end(self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None) -> None:
-        """These have been read once each, by the oldest tickets that have them."""
-        left = keys
-        for ticket, unread in list(self._unread):
-            mine, left = split(left, unread)
-            if not mine:
-                continue
-            unread.subtract(mine)
-            done = not any(unread.values())
-            self._ledger.release(ticket, None if done else mine, failed)
-            if done:
-                self._unread.remove((ticket, unread))

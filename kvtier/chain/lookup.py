@@ -23,23 +23,11 @@ from kvtier.types import BlockKey, MissReason, Presence
 
 
 class Lookup:
-    """Asks the tiers in order, except those that are down, and keys that failed just now; reserves
-    the room of what it calls a hit."""
+    """Asks the tiers in order, except those that are down, and keys that failed just now."""
 
     def __init__(self, context: ChainContext) -> None:
         self._context = context
         self.reservations = Reservations(context)
-        # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
-        tiers = len(context.tiers)
-        self._names = [*[Presence.HIT] * tiers, Presence.HIT, Presence.PENDING, Presence.MISS]
-
-    def presence(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        """What is known of each key; a hit has its room reserved."""
-        reserved = self.reservations.held
-        if reserved and all(key in reserved for key in keys):
-            return [Presence.HIT] * len(keys)
-        origins = self.reservations.reserve(keys, self.locate(keys))
-        return [self._names[origin] for origin in origins]
 
     def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
         """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with

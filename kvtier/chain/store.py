@@ -466,7 +466,7 @@ class StoreLink:
         self.demotion_due = True
         self._turnover += len(keys)
         admitted = keys if self.touches is None else self.touches.note(keys)
-        chosen = self.within_budget(admitted, now)
+        chosen = admitted if self.dynamic is None else self.within_budget(admitted, now)
         if self.write is not WritePolicy.THROUGH:
             return []
         if len(admitted) < len(keys):

@@ -12,7 +12,7 @@ from functools import partial
 from kvtier.chain.context import ChainContext
 from kvtier.chain.hits import Decision, HitPlanner, Span, asked, columns, needed
 from kvtier.chain.ledger import Ticket
-from kvtier.chain.load import EmbeddedLoads, Loads
+from kvtier.chain.load import Loads
 from kvtier.chain.lookup import Lookup
 from kvtier.chain.misses import Cause, Past
 from kvtier.chain.plan import HOST, JOINING, NOWHERE
@@ -20,7 +20,6 @@ from kvtier.chain.prefetch import Prefetches
 from kvtier.chain.queries import Queries
 from kvtier.chain.stats import ChainStats
 from kvtier.chain.store import Cascade
-from kvtier.errors import NotResident
 from kvtier.interfaces.mover import TransferResult
 from kvtier.interfaces.tier import Tier
 from kvtier.settings import PrefetchSettings, RetainSettings, TierSettings, WritePolicy
@@ -28,13 +27,10 @@ from kvtier.system.calls import close_all
 from kvtier.types import (
     BlockKey,
     Fate,
-    LoadStoreSpec,
     MissReason,
     Outcome,
     Presence,
     Reservation,
-    TierEvent,
-    TierStats,
 )
 
 _OFF = RetainSettings(share=0.0)
@@ -106,13 +102,13 @@ STEP_USES, USES_KEPT = 8, 1024
 PREFETCH_OFF = PrefetchSettings(waiting=False, warmup_share=0.0)
 
 
-class TierChain(Tier):
-    """A composite of tiers, the first of which is host memory.
+class TierChain:
+    """Tiers that behave as one, the first of which is host memory.
 
-    Beside what every tier answers it loads in one hop (`begin_load`) and works between the steps
-    of an engine (`poll`). All of it is for one thread and none of it blocks. It owns its tiers, not
-    the mover, which is closed before it. Lookup answers HIT for what `begin_load` can take in. What
-    it reserves it keeps until the next `poll`, as long as the engine stores nothing in between.
+    It loads in one hop (`begin_load`) and works between the steps of an engine (`poll`). All of it
+    is for one thread and none of it blocks. It owns its tiers, not the mover, which is closed
+    before it. Lookup answers HIT for what `begin_load` can take in. What it reserves it keeps until
+    the next `poll`, as long as the engine stores nothing in between.
     """
 
     def __init__(
@@ -124,17 +120,18 @@ class TierChain(Tier):
     ) -> None:
         self._context = context
         self.tiers, self._mover, self._clock = context.tiers, context.mover, context.clock
-        self.medium = self.tiers[HOST].medium
         self._ledger, self._counters = context.ledger, context.counters
         self.misses = context.misses
         self.retention = Retention(self.tiers, context.settings, context.slots, retain)
         self._lookup = Lookup(context)
         self.reservations = self._lookup.reservations
+        # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
+        hits = [Presence.HIT] * len(self.tiers)
+        self._presences = [*hits, Presence.HIT, Presence.PENDING, Presence.MISS]
         self._planner = HitPlanner(
             context.counters, context.costs, context.ledger.joinable, context.clock
         )
         self._loads = Loads(context, self._lookup)
-        self._embedded = EmbeddedLoads(context.ledger)
         self._cascade = Cascade(context)
         self.prefetches = Prefetches(
             context,
@@ -157,7 +154,12 @@ class TierChain(Tier):
     # lookup
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        return self._lookup.presence(keys)
+        """What is known of each key; a hit has its room reserved."""
+        reserved = self.reservations.held
+        if reserved and all(key in reserved for key in keys):
+            return [Presence.HIT] * len(keys)
+        origins = self.reservations.reserve(keys, self.locate(keys))
+        return [self._presences[origin] for origin in origins]
 
     def match_prefix(
         self,
@@ -253,45 +255,24 @@ class TierChain(Tier):
         if ticket.pinned_files:
             self._loads.end_direct(ticket, failed or {}, read)
         self._ledger.deferred_verification.remove(proved)
-        self._ledger.release(ticket, None, failed)
-        self._released(failed)
-
-    def _released(self, failed: Mapping[BlockKey, Outcome] | None) -> None:
+        self._ledger.release(ticket, failed)
         self._ledger.deferred_verification.tell_blamed(self._counters.failed)
         self.reservations.count_again()
         if failed:
             self.reservations.end()
 
-    def _drop(self, ids: list[int]) -> None:
-        self._mover.cancel(self._ledger.abandon(ids))
-        self.reservations.count_again()
-
-    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
-        """As `begin_load`, for callers without requests (and who do not read files); blocks of
-        lower tiers land later."""
-        ticket = self.begin_load(keys, "", float("inf"))
-        if ticket.missing or ticket.files:
-            self._drop(self._ledger.release(ticket))
-            missing = len(keys) - len(ticket.keys)
-            raise NotResident(f"{missing} of {len(keys)} keys are not here: look up first")
-        self._embedded.add(ticket, keys)
-        return ticket.spec
-
-    def complete_load(
-        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
-    ) -> None:
-        self._embedded.end(keys, failed)
-        self._released(failed)
-
     # store
 
-    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+    def prepare_store(self, keys: Sequence[BlockKey]) -> Reservation:
+        """Reserve room in host memory for the keys that are new there, in their order: evict if
+        need be, never wait."""
         self.reservations.count_again()
-        return self._ledger.reserve(keys, evict)
+        return self._ledger.reserve(keys)
 
     def complete_store(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
+        """Commit reserved keys, but abort those in `failed`; the cascade takes them down."""
         self.reservations.count_again()
         self._cascade.committed(HOST, self._ledger.commit(keys, failed), self._clock())
 
@@ -310,11 +291,6 @@ class TierChain(Tier):
 
         Answers with the tickets whose last block has landed or failed since the last call.
         """
-        self.tick()
-        ended, self._ended = self._ended, []
-        return ended
-
-    def tick(self) -> None:
         now = self._clock()
         self._settle(now, STEP_BLOCKS + self._cascade.started)
         if self._context.costs is not None:
@@ -339,6 +315,8 @@ class TierChain(Tier):
         self.queries.step(now)
         self.reservations.end()
         self.prefetches.step(now)
+        ended, self._ended = self._ended, []
+        return ended
 
     @property
     def has_pending_work(self) -> bool:
@@ -380,18 +358,18 @@ class TierChain(Tier):
                 self._cascade.settled(settled, result, now)
                 self._counters.ended(settled, result)
 
-    # the rest of a tier
+    # what all tiers are told
 
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        """A request uses these keys: `keys[i]` is block `start + i` of its prefix. Lower tiers hear
+        of it in later steps."""
         self.tiers[HOST].touch(keys, start)
         self._touches.append((keys, start))
         if again := self._cascade.used_again(keys):
             self._uses.append(again)
 
-    def victims(self, count: int) -> list[BlockKey]:
-        return self.tiers[-1].victims(count)
-
     def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these keys from every tier, pinned ones when they are unpinned."""
         self._cascade.forget(keys)
         self.prefetches.forget(keys)
         self._ledger.void(keys)
@@ -402,24 +380,19 @@ class TierChain(Tier):
         self.reservations.end()
 
     def clear(self) -> None:
+        """Invalidate everything: what is under way or being stored will never become visible."""
         self._cascade.forget()
         self.prefetches.forget()
         for tier in self.tiers:
             tier.clear()
-        self._drop(self._ledger.void_all())
+        self._mover.cancel(self._ledger.void_all())
         self._ledger.note_dropped(self._ledger.pinned(HOST))
         self.reservations.end()
-
-    def take_events(self) -> list[TierEvent]:
-        return [event for tier in self.tiers for event in tier.take_events()]
-
-    def stats(self) -> TierStats:
-        return TierStats.total(self.medium, [tier.stats() for tier in self.tiers])
 
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""
         counters = self._counters
-        budgets = [tier.allowance and tier.allowance.stats() for tier in self.tiers]
+        leases = [tier.allowance for tier in self.tiers]
         return ChainStats(
             tiers=[tier.stats() for tier in self.tiers],
             links=self._cascade.stats(),
@@ -432,7 +405,7 @@ class TierChain(Tier):
             prefetch=self.prefetches.counted(),
             reads=[copy(each) for each in counters.reads],
             writes=[copy(each) for each in counters.writes],
-            budgets=budgets,
+            budgets=[None if lease is None else lease.stats() for lease in leases],
         )
 
     def close(self) -> None:

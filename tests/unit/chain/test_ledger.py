@@ -173,7 +173,7 @@ def test_a_large_load_that_fails_is_no_work_for_its_square() -> None:
 
 
 def test_a_store_that_was_voided_is_not_committed(rig: ChainRig, ledger: Ledger) -> None:
-    taken = ledger.reserve(KEYS[:2], evict=True)
+    taken = ledger.reserve(KEYS[:2])
     ledger.void_all()
     assert ledger.commit(taken.keys) == []
     assert ledger.commit(taken.keys) == [], "and was reserved once only"
@@ -242,16 +242,17 @@ class Juggler:
         if self.tickets:
             ticket = self.tickets.pop(self.random.randrange(len(self.tickets)))
             failed = {key: self.random.choice(OUTCOMES[1:]) for key in self.some()}
-            self.ledger.release(ticket, None, failed if self.random.random() < 0.3 else None)
+            self.ledger.release(ticket, failed if self.random.random() < 0.3 else None)
 
     def cancel(self) -> None:
         request = self.random.choice("ab")
         for ticket in [ticket for ticket in self.tickets if ticket.request == request]:
-            self.ledger.abandon(self.ledger.release(ticket))
+            self.ledger.release(ticket)
             self.tickets.remove(ticket)
+        self.ledger.abandon([move.transfer.id for move in self.moves if not move.waiters])
 
     def store(self) -> None:
-        self.stores.append(self.ledger.reserve(self.some(), self.random.random() < 0.7).keys)
+        self.stores.append(self.ledger.reserve(self.some()).keys)
 
     def commit(self) -> None:
         if self.stores:
