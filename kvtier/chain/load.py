@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.chain.context import ChainContext
 from kvtier.chain.ledger import Move, SettledMove, Ticket
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.lookup import Reservations
 from kvtier.chain.plan import HOST, JOINING
 from kvtier.chain.stats import direct
 from kvtier.interfaces.mover import TransferResult
@@ -26,10 +26,10 @@ class Loads:
     host memory, if there is room: from there it is nearer still.
     """
 
-    def __init__(self, context: ChainContext, lookup: Lookup) -> None:
+    def __init__(self, context: ChainContext, reservations: Reservations) -> None:
         self._context = context
         self._ledger = context.ledger
-        self._reservations = lookup.reservations
+        self._reservations = reservations
         self._deadlines = [rule.load_deadline.seconds for rule in context.settings]
         self._read_directly: OrderedDict[BlockKey, None] = OrderedDict()
         if context.costs is not None:

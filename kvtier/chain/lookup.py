@@ -22,65 +22,59 @@ from kvtier.chain.plan import (
 from kvtier.types import BlockKey, MissReason, Presence
 
 
-class Lookup:
-    """Asks the tiers in order, except those that are down, and keys that failed just now."""
+def locate(context: ChainContext, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
+    """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
+    `at_hand` only blocks that need no waiting. It promises nothing and ignores room. Tiers are
+    asked in order, except those that are down, and except for keys that failed just now."""
+    tiers, ledger = context.tiers, context.ledger
+    answers = tiers[HOST].lookup(keys)
+    if Presence.MISS not in answers and Presence.PENDING not in answers:
+        return [HOST] * len(keys)
+    if at_hand:
+        coming = [key for key in keys if key in ledger.joinable]
+        return plan_at_hand(keys, answers, set(tiers[HOST].arrived(coming)))
+    # Their slots are not free yet: nothing could be loaded into host memory under these keys.
+    lost = ledger.abandoned | ledger.dropped_pinned
+    origins = plan_host(keys, answers, ledger.joinable, lost)
+    sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
+    if lost:
+        sought = [at for at in sought if keys[at] not in lost]
+    now = context.clock()
+    for tier in range(HOST + 1, len(tiers)):
+        if not sought:
+            break
+        if not context.readable(tier, now):
+            continue
+        resting = context.loads.resting(tier)
+        skipped = [at for at in sought if keys[at] in resting] if resting else []
+        if skipped:
+            sought = [at for at in sought if keys[at] not in resting]
+        whole = len(sought) == len(keys)
+        answers = tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
+        origins, sought = plan_lower(origins, sought, tier, answers)
+        sought = sorted(sought + skipped) if skipped else sought
+    return origins
 
-    def __init__(self, context: ChainContext) -> None:
-        self._context = context
-        self.reservations = Reservations(context)
 
-    def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
-        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
-        `at_hand` only blocks that need no waiting. It promises nothing and ignores room."""
-        context = self._context
-        tiers, ledger = context.tiers, context.ledger
-        answers = tiers[HOST].lookup(keys)
-        if Presence.MISS not in answers and Presence.PENDING not in answers:
-            return [HOST] * len(keys)
-        if at_hand:
-            coming = [key for key in keys if key in ledger.joinable]
-            return plan_at_hand(keys, answers, set(tiers[HOST].arrived(coming)))
-        # Their slots are not free yet: nothing could be loaded into host memory under these keys.
-        lost = ledger.abandoned | ledger.dropped_pinned
-        origins = plan_host(keys, answers, ledger.joinable, lost)
-        sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
-        if lost:
-            sought = [at for at in sought if keys[at] not in lost]
-        now = context.clock()
-        for tier in range(HOST + 1, len(tiers)):
-            if not sought:
-                break
-            if not context.readable(tier, now):
-                continue
-            resting = context.loads.resting(tier)
-            skipped = [at for at in sought if keys[at] in resting] if resting else []
-            if skipped:
-                sought = [at for at in sought if keys[at] not in resting]
-            whole = len(sought) == len(keys)
-            answers = tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
-            origins, sought = plan_lower(origins, sought, tier, answers)
-            sought = sorted(sought + skipped) if skipped else sought
-        return origins
-
-    def why_missed(self, key: BlockKey) -> Cause:
-        """Why no tier gives this block now; without a reason if one does."""
-        context, now = self._context, self._context.clock()
-        (origin,) = self.locate([key])
-        if origin >= HOST or origin == JOINING:
-            return Cause(None, origin)
-        if origin == COMING:
-            return Cause(MissReason.NOT_STORED)
-        for tier in range(HOST + 1, len(context.tiers)):
-            if context.tiers[tier].lookup([key]) == [Presence.HIT]:
-                failed = context.readable(tier, now)  # and so it is the key that rests
-                return Cause(MissReason.LOAD_FAILED if failed else MissReason.UNREACHABLE, tier)
-        if (known := last_loss(context.misses.history(key))) is not None:
-            past, besides = known
-            return Cause(past.fate.reason, past.tier, past, besides)
-        for tier in range(HOST + 1, len(context.tiers)):
-            if context.tiers[tier].learning or not context.readable(tier, now):
-                return Cause(MissReason.UNREACHABLE, tier)
-        return Cause(MissReason.NOT_COMPUTED)
+def why_missed(context: ChainContext, key: BlockKey) -> Cause:
+    """Why no tier gives this block now; without a reason if one does."""
+    now = context.clock()
+    (origin,) = locate(context, [key])
+    if origin >= HOST or origin == JOINING:
+        return Cause(None, origin)
+    if origin == COMING:
+        return Cause(MissReason.NOT_STORED)
+    for tier in range(HOST + 1, len(context.tiers)):
+        if context.tiers[tier].lookup([key]) == [Presence.HIT]:
+            failed = context.readable(tier, now)  # and so it is the key that rests
+            return Cause(MissReason.LOAD_FAILED if failed else MissReason.UNREACHABLE, tier)
+    if (known := last_loss(context.misses.history(key))) is not None:
+        past, besides = known
+        return Cause(past.fate.reason, past.tier, past, besides)
+    for tier in range(HOST + 1, len(context.tiers)):
+        if context.tiers[tier].learning or not context.readable(tier, now):
+            return Cause(MissReason.UNREACHABLE, tier)
+    return Cause(MissReason.NOT_COMPUTED)
 
 
 class Reservations:

@@ -13,7 +13,7 @@ from itertools import count
 import msgspec
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.lookup import locate
 from kvtier.chain.plan import HOST, NOWHERE
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.types import BlockKey, Outcome, block_key
@@ -43,9 +43,8 @@ class Query(msgspec.Struct, eq=False):
 class Queries:
     """The queries under way, and the tiers they are for. For one thread, like the chain."""
 
-    def __init__(self, context: ChainContext, lookup: Lookup) -> None:
+    def __init__(self, context: ChainContext) -> None:
         self._context = context
-        self._lookup = lookup
         tiers = range(HOST + 1, len(context.tiers))
         self._tiers = [tier for tier in tiers if context.tiers[tier].finds]
         self.on = bool(self._tiers)
@@ -67,7 +66,7 @@ class Queries:
         query = Query(now)
         if not self._tiers or self._context.mover.down:
             return query
-        origins = self._lookup.locate(keys)
+        origins = locate(self._context, keys)
         for tier in self._tiers:
             if self._context.readable(tier, now):
                 # What is on its way into host memory is not worth the query.

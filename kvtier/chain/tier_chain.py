@@ -13,7 +13,7 @@ from kvtier.chain.context import ChainContext
 from kvtier.chain.hits import Decision, HitPlanner, Span, asked, columns, needed
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.load import Loads
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.lookup import Reservations, locate, why_missed
 from kvtier.chain.misses import Cause, Past
 from kvtier.chain.plan import HOST, JOINING, NOWHERE
 from kvtier.chain.prefetch import Prefetches
@@ -59,11 +59,6 @@ class Retention:
         for tier, count in zip(tiers, slots, strict=True):
             if tier in self._tiers:
                 tier.retain_at_most(int(count * settings.share))
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is ever retained."""
-        return bool(self._tiers)
 
     @property
     def unwritten(self) -> bool:
@@ -123,27 +118,26 @@ class TierChain:
         self._ledger, self._counters = context.ledger, context.counters
         self.misses = context.misses
         self.retention = Retention(self.tiers, context.settings, context.slots, retain)
-        self._lookup = Lookup(context)
-        self.reservations = self._lookup.reservations
+        self.reservations = Reservations(context)
         # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
         hits = [Presence.HIT] * len(self.tiers)
         self._presences = [*hits, Presence.HIT, Presence.PENDING, Presence.MISS]
         self._planner = HitPlanner(
             context.counters, context.costs, context.ledger.joinable, context.clock
         )
-        self._loads = Loads(context, self._lookup)
+        self._loads = Loads(context, self.reservations)
         self._cascade = Cascade(context)
         self.prefetches = Prefetches(
             context,
-            self._lookup,
+            self.reservations,
             self._loads,
             prefetch or PREFETCH_OFF,
             unsaved=self._cascade.unsaved,
             used=partial(self._cascade.committed, HOST),
         )
-        self.queries = Queries(context, self._lookup)
+        self.queries = Queries(context)
         # What a part does alone is called there at once.
-        self.locate, self.find = self._lookup.locate, self.queries.ask
+        self.locate, self.find = partial(locate, context), self.queries.ask
         self.read_directly = self._loads.read_directly
         self.take_samples = context.counters.take_samples
         self._stored = deque[TransferResult]()
@@ -201,7 +195,7 @@ class TierChain:
 
     def why_missed(self, key: BlockKey) -> Cause:
         """Why a block is not found now, or, if it is, that it is here."""
-        cause = self._lookup.why_missed(key)
+        cause = why_missed(self._context, key)
         left = cause.past
         if left is not None and left.fate.reason is MissReason.EVICTED:
             for tier in self._cascade.waits_for(key):

@@ -280,7 +280,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._chain.defer(name, loading)
         else:
             self._chain.mark_used(name, ends)
-        scheduler.keep_state_at(request, self._chain.junction(name) or 0)
+        if junction := self._chain.junction(name):
+            scheduler.keep_state_at(request, junction)
         return found
 
     def _may_lack_blocks(self, request: Any) -> bool:
