@@ -131,6 +131,7 @@ class ChainContext:
         # Apart from loads: what can no longer be written to may well be read.
         self.stores = Health(strikes, rest_seconds)
         self.in_files = frozenset(at for at, tier in enumerate(tiers) if at and tier.in_files)
+        """The tiers whose records lie in local files as they are."""
         self.direct: frozenset[int] = frozenset()
         """Those of them whose files the readers of loads read themselves: their blocks need no
         slot."""

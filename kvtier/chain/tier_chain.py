@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 
@@ -45,11 +45,10 @@ class Retention:
         rules: Sequence[TierSettings],
         slots: Sequence[int],
         settings: RetainSettings | None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         settings = settings or _OFF
         self._max_ttl = settings.max_ttl.seconds
-        self._clock = clock
+        self._clock = time.time
         # What is only read takes nothing in, and so lets nothing go.
         self._tiers = [
             tier
@@ -333,7 +332,7 @@ class TierChain:
 
     def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
         for result in self._mover.poll():
-            if result.id < 0:
+            if result.id < 0:  # of a query: the ledger numbers from 1 on
                 self.queries.settled(result, now)
             elif not self._ledger.promoting(result.id):
                 self._stored.append(result)
