@@ -142,7 +142,7 @@ class Bench:
         marks.append(time.perf_counter())
         chain.end_load(ticket)
         marks.append(time.perf_counter())
-        chain.take_events()
+        self._take_events()
         assert count == found.count(Presence.HIT) == len(ticket.keys) == len(keys)
         took = [stop - start for start, stop in itertools.pairwise(marks)]
         for step, seconds in zip(STEPS, [*took[:3], sum(took[:3]), *took[3:]], strict=True):
@@ -165,8 +165,12 @@ class Bench:
         elif case == "every other block below":
             fill(host, keys[::2])
         self.chain.poll()
-        self.chain.take_events()
+        self._take_events()
         return keys
+
+    def _take_events(self) -> None:
+        for tier in self.tiers:
+            tier.take_events()
 
 
 def explaining(chain: TierChain, rounds: int) -> tuple[float, float, float]:

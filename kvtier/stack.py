@@ -271,7 +271,7 @@ class Stack:
         """Of the keys that are held those in host memory, and as many as there is room for beside
         what is yet to be written down; and the others. Waits for some room if there is none."""
         held = self.lookup(keys)
-        below = [key for key, medium in held.items() if medium != self.chain.medium]
+        below = [key for key, medium in held.items() if medium != self.chain.tiers[0].medium]
         later = set(below[self.chain.room_beside_unwritten(len(below), new=False) :])
         some = [key for key in keys if key in held and key not in later]
         if later and not some:

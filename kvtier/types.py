@@ -342,9 +342,3 @@ class TierStats(msgspec.Struct):
     """Blocks that were to be retained, and for which there was no place, or none any more."""
     released: int = 0
     """Blocks that were retained until their session was over."""
-
-    @classmethod
-    def total(cls, medium: str, tiers: Sequence[Self]) -> Self:
-        """Of several tiers, under this name."""
-        names = [name for name in cls.__struct_fields__ if name != "medium"]
-        return cls(medium, **{name: sum(getattr(each, name) for each in tiers) for name in names})

@@ -87,7 +87,8 @@ class DiskArena:
         while self.chain.has_pending_work:
             self.mover.wait(0.01)
             self.chain.poll()
-        assert self.chain.stats().blocks == 2 * self.records, "the disk did not take everything"
+        blocks = sum(tier.stats().blocks for tier in self.tiers)
+        assert blocks == 2 * self.records, "the disk did not take everything"
 
     def _copy(self, kind: TransferKind, spec: Any, blocks: DeviceBlocks, files: Any = None) -> None:
         slots: Sequence[int] = spec.slots if files is None else [-1] * self.records

@@ -47,11 +47,6 @@ class EarnedHits:
         self._seen = [0.0] * KINDS
         self._earned = [0.0] * KINDS
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that this holds."""
-        return 5 * len(self._cells)
-
     def request(self, keys: Sequence[BlockKey], above: Sequence[bool]) -> None:
         """A request uses these blocks of its prompt, each of which the memory above has, or not."""
         tags, cells, mask = self._tags, self._cells, self._mask

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.chain.ledger import Ledger
 from kvtier.chain.misses import MissLedger
-from kvtier.chain.stats import ChainCounters, direct
+from kvtier.chain.stats import ChainCounters
 from kvtier.cost.model import CostModel
 from kvtier.interfaces.mover import Mover
 from kvtier.interfaces.tier import Tier
@@ -130,21 +130,11 @@ class ChainContext:
         self.loads = Health(strikes, rest_seconds)
         # Apart from loads: what can no longer be written to may well be read.
         self.stores = Health(strikes, rest_seconds)
-        self._in_files = frozenset(at for at, tier in enumerate(tiers) if at and tier.in_files)
+        self.in_files = frozenset(at for at, tier in enumerate(tiers) if at and tier.in_files)
+        """The tiers whose records lie in local files as they are."""
         self.direct: frozenset[int] = frozenset()
-        """The tiers whose files the readers of loads read themselves: their blocks need no slot."""
-
-    def read_directly(self, able: bool) -> bool:
-        """Whether readers fetch from files themselves, from now on; answers whether that is new."""
-        tiers = self._in_files if able else frozenset()
-        if tiers == self.direct:
-            return False
-        self.direct = tiers
-        counters = self.counters
-        counters.links = [
-            direct(link) if tier in tiers else link for tier, link in enumerate(counters.moved)
-        ]
-        return True
+        """Those of them whose files the readers of loads read themselves: their blocks need no
+        slot."""
 
     def readable(self, tier: int, now: float) -> bool:
         """Whether blocks of a lower tier can be had now: by readers of its files, or by the

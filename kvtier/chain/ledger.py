@@ -103,68 +103,58 @@ class Ledger:
 
     def promote(
         self, ticket: Ticket, source: int, keys: Sequence[BlockKey], deadline: float
-    ) -> Transfer | None:
+    ) -> Move | None:
         """Reserve host slots for blocks of a lower tier and pin them there; None if none fits."""
-        move, _ = self._begin(source, HOST, keys, deadline, not ticket.proves)
+        move, _ = self.carry(source, HOST, keys, deadline, not ticket.proves)
         if move is None:
             return None
         if ticket.proves:
             self.deferred_verification.add(move.keys, source)
-        self.joinable.update(dict.fromkeys(move.keys, move))
         ticket.wait_for(move)
         ticket.pending.update(move.keys)
         ticket.unsettled.update(move.keys)
-        return move.transfer
-
-    def prefetch(self, source: int, keys: Sequence[BlockKey], deadline: float) -> Move | None:
-        """As `promote`, for nobody yet: whoever wants these blocks joins."""
-        move, _ = self._begin(source, HOST, keys, deadline, prefetch=True)
-        self.joinable.update(dict.fromkeys(move.keys, move) if move else {})
         return move
 
     def seal(self, ticket: Ticket, asked: Sequence[BlockKey]) -> None:
         """Say where everything is that was taken, in the order asked for."""
-        pieces = ticket.sealed(asked) or [([], self._tiers[HOST].prepare_load([]))]
-        ticket.spec = gather(pieces, ticket.keys)
+        if len(ticket.pinned) + len(ticket.pending) == len(asked):
+            ticket.keys = asked
+        else:
+            taken, files = ticket.pending.union(ticket.pinned), ticket.files
+            ticket.keys = [key for key in asked if key in taken]
+            ticket.missing = [key for key in asked if key not in taken and key not in files]
+        pieces = ticket.pieces or [([], self._tiers[HOST].prepare_load([]))]
+        ticket.spec, ticket.pieces = gather(pieces, ticket.keys), []
 
     def release(
         self,
         ticket: Ticket,
-        keys: Sequence[BlockKey] | None = None,
         failed: Mapping[BlockKey, Outcome] | None = None,
-    ) -> list[int]:
-        """The reader of this ticket is done with these blocks (None: with all of them).
-
-        Answers with the transfers that nobody waits for any more.
-        """
-        pinned, unsettled, held = ticket.pinned, ticket.unsettled, ticket.held
-        kept: list[BlockKey] = []
-        if keys is not None:
-            ended = Counter(keys)
-            pinned, kept = split(ticket.pinned, ended)
-            unsettled = ticket.unsettled.intersection(keys)
-            held = [key for key in ticket.held if key in ended]
-        else:
+    ) -> None:
+        """The reader of this ticket is done with its blocks, of which these have `failed`."""
+        pinned, unsettled = ticket.pinned, ticket.unsettled
+        if ticket.pinned_files:
             self._unpin_files(ticket, failed or {})
-        if pinned:
-            ours = set(pinned) if failed else ()
-            blamed = {key: why for key, why in (failed or {}).items() if key in ours}
+        if pinned and failed:
+            ours = set(pinned)
+            blamed = {key: why for key, why in failed.items() if key in ours}
             self._misses.note_failed(HOST, blamed)
             blamed = self.deferred_verification.blame(blamed)
             end_load(self._tiers[HOST], pinned, blamed)
             if blamed:
                 self.note_dropped(blamed)
+        elif pinned:
+            self._tiers[HOST].complete_load(pinned)
         if failed and unsettled:
             self._void_blocks(ticket, {key: failed[key] for key in unsettled.intersection(failed)})
-        if held:
-            self._unhold(ticket, held)
-        ticket.pinned = kept
-        ticket.unsettled = ticket.unsettled - unsettled
-        ticket.pending = ticket.pending & ticket.unsettled
-        idle = [] if ticket.unsettled else ticket.leave()
-        if not (ticket.pinned or ticket.unsettled or ticket.held or ticket.pinned_files):
-            self._tickets.pop(ticket, None)
-        return idle
+        if ticket.held:
+            free = self._held.let_go(ticket)
+            self.abandoned.difference_update(free)
+            self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
+        for move in ticket.moves:
+            move.waiters.remove(ticket)
+        ticket.pinned, ticket.moves, ticket.pending, ticket.unsettled = [], [], set(), set()
+        self._tickets.pop(ticket, None)
 
     def _unpin_files(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for tier, keys in ticket.pinned_files:
@@ -172,11 +162,6 @@ class Ledger:
             self._misses.note_failed(tier, blamed)
             end_load(self._tiers[tier], keys, blamed)
         ticket.pinned_files = []
-
-    def _unhold(self, ticket: Ticket, keys: list[BlockKey]) -> None:
-        free = self._held.let_go(ticket, keys)
-        self.abandoned.difference_update(free)
-        self._tiers[HOST].complete_store(free, dict.fromkeys(free, Outcome.CANCELLED))
 
     def _void_blocks(self, ticket: Ticket, failed: Mapping[BlockKey, Outcome]) -> None:
         for move in ticket.moves:
@@ -205,22 +190,12 @@ class Ledger:
         keys: Sequence[BlockKey],
         deadline: float,
         prove: bool = True,
-    ) -> tuple[Transfer | None, list[BlockKey]]:
-        """Pin blocks at the source and reserve in the target what is new there. Answers with the
-        transfer, None if there is nothing to move, and what the source lacks."""
-        move, absent = self._begin(source, target, keys, deadline, prove)
-        return move.transfer if move else None, absent
-
-    def _begin(
-        self,
-        source: int,
-        target: int,
-        keys: Sequence[BlockKey],
-        deadline: float,
-        prove: bool = True,
         *,
         prefetch: bool = False,
     ) -> tuple[Move | None, list[BlockKey]]:
+        """Pin blocks at the source and reserve in the target what is new there. Answers with the
+        move, None if there is nothing to move, and what the source lacks. A `prefetch` is for
+        nobody yet: whoever wants these blocks joins."""
         # Pinned first: making room in the target may evict, and must not do so for nothing.
         pinned, spec = pin_what_is_there(self._tiers[source], keys)
         here = set(pinned) if len(pinned) < len(keys) else ()
@@ -248,13 +223,13 @@ class Ledger:
             prefetch=prefetch,
         )
         move = self._moves[transfer.id] = Move(transfer)
-        self.loading[source] += len(move.keys) if target == HOST and not prefetch else 0
+        if target == HOST:
+            self.joinable.update(dict.fromkeys(move.keys, move))
+            self.loading[source] += 0 if prefetch else len(move.keys)
         return move, absent
 
-    def _take(
-        self, tier: int, keys: Sequence[BlockKey], cause: Fate, evict: bool = True
-    ) -> Reservation:
-        taken = self._tiers[tier].prepare_store(keys, evict=evict)
+    def _take(self, tier: int, keys: Sequence[BlockKey], cause: Fate) -> Reservation:
+        taken = self._tiers[tier].prepare_store(keys)
         if taken.evicted:
             self._misses.note(tier, taken.evicted, cause)
             if tier == HOST:
@@ -265,14 +240,14 @@ class Ledger:
                 self.evicted.append((tier, taken.evicted))
         return taken
 
-    def refuse(self, transfer: Transfer) -> None:
-        """Undo a transfer that the mover did not take."""
-        for ticket in self._moves[transfer.id].waiters:
-            ticket.pending.difference_update(transfer.keys)
-            ticket.unsettled.difference_update(transfer.keys)
-            ticket.moves = [move for move in ticket.moves if move.transfer is not transfer]
-        self._moves[transfer.id].waiters = []
-        self.settle(transfer.id, [Outcome.DROPPED] * len(transfer.keys))
+    def refuse(self, move: Move) -> None:
+        """Undo a move that the mover did not take."""
+        for ticket in move.waiters:
+            ticket.pending.difference_update(move.keys)
+            ticket.unsettled.difference_update(move.keys)
+            ticket.moves.remove(move)
+        move.waiters = []
+        self.settle(move.transfer.id, [Outcome.DROPPED] * len(move.keys))
 
     def settle(self, id: int, outcomes: Sequence[Outcome]) -> SettledMove | None:
         """Commit what arrived, abort what did not; None for a transfer that is not ours."""
@@ -332,9 +307,9 @@ class Ledger:
 
     # stores of the engine: reserve, commit
 
-    def reserve(self, keys: Sequence[BlockKey], evict: bool) -> Reservation:
+    def reserve(self, keys: Sequence[BlockKey]) -> Reservation:
         """Reserve host slots that the engine will fill."""
-        taken = self._take(HOST, keys, Fate.FOR_STORE, evict)
+        taken = self._take(HOST, keys, Fate.FOR_STORE)
         if len(taken.keys) < len(keys):
             here = zip(keys, self._tiers[HOST].lookup(keys), strict=True)
             lacking = [key for key, at in here if at is Presence.MISS]
@@ -476,25 +451,6 @@ class Ticket:
         self.moves.append(move)
         self.pieces.append((move.keys, move.transfer.target_spec))
 
-    def leave(self) -> list[int]:
-        """Wait for nothing any more; answers with the transfers that nobody else waits for."""
-        for move in self.moves:
-            move.waiters.remove(self)
-        idle = [move.transfer.id for move in self.moves if not move.waiters]
-        self.moves = []
-        return idle
-
-    def sealed(self, asked: Sequence[BlockKey]) -> list[tuple[Sequence[BlockKey], LoadStoreSpec]]:
-        """All is taken that there is of these. Answers with where it is, piece by piece."""
-        if len(self.pinned) + len(self.pending) == len(asked):
-            self.keys = asked
-        else:
-            taken = self.pending.union(self.pinned)
-            self.keys = [key for key in asked if key in taken]
-            self.missing = [key for key in asked if key not in taken and key not in self.files]
-        pieces, self.pieces = self.pieces, []
-        return pieces
-
     def lower_tiers(self) -> dict[BlockKey, int]:
         """The tiers below host memory that blocks come from."""
         tiers = {key: move.transfer.source for move in self.moves for key in move.keys}
@@ -579,10 +535,9 @@ class HeldSlots:
         ticket.held += keys
         self._readers.update(keys)
 
-    def let_go(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Take a reader from each of these; answers with those that have none left."""
-        freed = set(keys)
-        ticket.held = [key for key in ticket.held if key not in freed]
+    def let_go(self, ticket: Ticket) -> list[BlockKey]:
+        """Take a ticket from the readers of its blocks; answers with those that have none left."""
+        keys, ticket.held = ticket.held, []
         self._readers.subtract(keys)
         free = [key for key in keys if not self._readers[key]]
         for key in free:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.ledger import Ledger, Move, SettledMove, Ticket, split
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.ledger import Move, SettledMove, Ticket
+from kvtier.chain.lookup import Reservations
 from kvtier.chain.plan import HOST, JOINING
 from kvtier.chain.stats import direct
 from kvtier.interfaces.mover import TransferResult
@@ -26,10 +26,10 @@ class Loads:
     host memory, if there is room: from there it is nearer still.
     """
 
-    def __init__(self, context: ChainContext, lookup: Lookup) -> None:
+    def __init__(self, context: ChainContext, reservations: Reservations) -> None:
         self._context = context
         self._ledger = context.ledger
-        self._reservations = lookup.reservations
+        self._reservations = reservations
         self._deadlines = [rule.load_deadline.seconds for rule in context.settings]
         self._read_directly: OrderedDict[BlockKey, None] = OrderedDict()
         if context.costs is not None:
@@ -108,23 +108,30 @@ class Loads:
             return
         now = context.clock()
         deadline = min(now + self._deadlines[source], ticket.deadline)
-        transfer = self._ledger.promote(ticket, source, keys, deadline)
-        if transfer is None:
+        move = self._ledger.promote(ticket, source, keys, deadline)
+        if move is None:
             return
-        if not context.mover.submit(transfer):
-            self._ledger.refuse(transfer)
-            context.loads.rest(source, transfer.keys, now)
-            context.counters.failed(source, [Outcome.DROPPED] * len(transfer.keys))
+        if not context.mover.submit(move.transfer):
+            self._ledger.refuse(move)
+            context.loads.rest(source, move.keys, now)
+            context.counters.failed(source, [Outcome.DROPPED] * len(move.keys))
             return
-        size = context.counters.found(source, transfer.keys)
+        size = context.counters.found(source, move.keys)
         if context.costs is not None:
             link = context.counters.moved[source]
-            ticket.moves[-1].due = context.costs.started(link, transfer.id, size)
+            move.due = context.costs.started(link, move.transfer.id, size)
 
     def read_directly(self, able: bool) -> None:
-        """Say whether the readers of loads fetch what lies in files themselves."""
-        if self._context.read_directly(able) and not able:
-            self._read_directly.clear()
+        """Say whether the readers of loads fetch what lies in files themselves, from now on."""
+        context, counters = self._context, self._context.counters
+        tiers = context.in_files if able else frozenset()
+        if tiers != context.direct:
+            context.direct = tiers
+            counters.links = [
+                direct(link) if tier in tiers else link for tier, link in enumerate(counters.moved)
+            ]
+            if not able:
+                self._read_directly.clear()
 
     def end_direct(
         self, ticket: Ticket, failed: Mapping[BlockKey, Outcome], read: tuple[int, float]
@@ -150,9 +157,10 @@ class Loads:
     def prefetch(self, source: int, keys: Sequence[BlockKey], now: float) -> Move | None:
         """Move blocks into host memory for nobody yet, as many as there is room for; None if that
         is none. Whoever joins it still has all the time of a load (`late`)."""
-        move = self._ledger.prefetch(source, keys, now + 2 * self._deadlines[source])
+        deadline = now + 2 * self._deadlines[source]
+        move, _ = self._ledger.carry(source, HOST, keys, deadline, prefetch=True)
         if move is not None and not self._context.mover.submit(move.transfer):
-            self._ledger.refuse(move.transfer)
+            self._ledger.refuse(move)
             return None
         return move
 
@@ -175,16 +183,17 @@ class Loads:
         """Book the end of a move into host memory."""
         context, source = self._context, settled.move.transfer.source
         context.loads.observe(source, result.outcomes, now)
-        # What the source still offers would fail again at once; what was cancelled would not.
-        rest = settled.failed.keys() - settled.blamed.keys()
-        cancelled = Outcome.CANCELLED
-        spared = (cancelled, Outcome.DROPPED) if settled.move.prefetch else (cancelled,)
-        context.loads.rest(source, [k for k in rest if settled.failed[k] not in spared], now)
-        ahead, failed = settled.move.ahead, settled.failed.values()
-        # That nobody wants a prefetch any more is no failure of the tier's.
-        failures = [each for each in failed if not (ahead and each is cancelled)]
-        context.counters.failed(source, failures)
-        costs = context.costs
+        ahead, costs = settled.move.ahead, context.costs
+        if settled.failed:
+            # What the source still offers would fail again at once; what was cancelled would not.
+            rest = settled.failed.keys() - settled.blamed.keys()
+            cancelled = Outcome.CANCELLED
+            spared = (cancelled, Outcome.DROPPED) if settled.move.prefetch else (cancelled,)
+            context.loads.rest(source, [k for k in rest if settled.failed[k] not in spared], now)
+            # That nobody wants a prefetch any more is no failure of the tier's.
+            failed = settled.failed.values()
+            failures = [each for each in failed if not (ahead and each is cancelled)]
+            context.counters.failed(source, failures)
         if costs is None:
             return
         link, complete = context.counters.moved[source], not settled.failed
@@ -196,32 +205,3 @@ class Loads:
         if complete:
             size = sum(context.counters.sizes(settled.move.keys))
             costs.observe_prefetch(link, size, result.busy_seconds)
-
-
-class EmbeddedLoads:
-    """The tickets of callers that name no request, and what of them is still to be read: pins are
-    counted by key, whoever took them."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._unread: list[tuple[Ticket, Counter[BlockKey]]] = []
-
-    def add(self, ticket: Ticket, keys: Sequence[BlockKey]) -> None:
-        """Somebody reads these, and will say so key by key."""
-        if keys:
-            self._unread.append((ticket, Counter(keys)))
-        else:
-            self._ledger.release(ticket)
-
-    def end(self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None) -> None:
-        """These have been read once each, by the oldest tickets that have them."""
-        left = keys
-        for ticket, unread in list(self._unread):
-            mine, left = split(left, unread)
-            if not mine:
-                continue
-            unread.subtract(mine)
-            done = not any(unread.values())
-            self._ledger.release(ticket, None if done else mine, failed)
-            if done:
-                self._unread.remove((ticket, unread))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.hits import Decision, HitPlanner, HitRoom, Span, asked, columns, needed
+from kvtier.chain.hits import HitRoom
 from kvtier.chain.misses import Cause, last_loss
 from kvtier.chain.plan import (
     COMING,
@@ -22,104 +22,59 @@ from kvtier.chain.plan import (
 from kvtier.types import BlockKey, MissReason, Presence
 
 
-class Lookup:
-    """Asks the tiers in order, except those that are down, and keys that failed just now; reserves
-    the room of what it calls a hit."""
+def locate(context: ChainContext, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
+    """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
+    `at_hand` only blocks that need no waiting. It promises nothing and ignores room. Tiers are
+    asked in order, except those that are down, and except for keys that failed just now."""
+    tiers, ledger = context.tiers, context.ledger
+    answers = tiers[HOST].lookup(keys)
+    if Presence.MISS not in answers and Presence.PENDING not in answers:
+        return [HOST] * len(keys)
+    if at_hand:
+        coming = [key for key in keys if key in ledger.joinable]
+        return plan_at_hand(keys, answers, set(tiers[HOST].arrived(coming)))
+    # Their slots are not free yet: nothing could be loaded into host memory under these keys.
+    lost = ledger.abandoned | ledger.dropped_pinned
+    origins = plan_host(keys, answers, ledger.joinable, lost)
+    sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
+    if lost:
+        sought = [at for at in sought if keys[at] not in lost]
+    now = context.clock()
+    for tier in range(HOST + 1, len(tiers)):
+        if not sought:
+            break
+        if not context.readable(tier, now):
+            continue
+        resting = context.loads.resting(tier)
+        skipped = [at for at in sought if keys[at] in resting] if resting else []
+        if skipped:
+            sought = [at for at in sought if keys[at] not in resting]
+        whole = len(sought) == len(keys)
+        answers = tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
+        origins, sought = plan_lower(origins, sought, tier, answers)
+        sought = sorted(sought + skipped) if skipped else sought
+    return origins
 
-    def __init__(self, context: ChainContext) -> None:
-        self._context = context
-        self.reservations = Reservations(context)
-        self._planner = HitPlanner(
-            context.counters, context.costs, context.ledger.joinable, context.clock
-        )
-        # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
-        tiers = len(context.tiers)
-        self._names = [*[Presence.HIT] * tiers, Presence.HIT, Presence.PENDING, Presence.MISS]
 
-    def presence(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        """What is known of each key; a hit has its room reserved."""
-        reserved = self.reservations.held
-        if reserved and all(key in reserved for key in keys):
-            return [Presence.HIT] * len(keys)
-        origins = self.reservations.reserve(keys, self.locate(keys))
-        return [self._names[origin] for origin in origins]
-
-    def match_prefix(
-        self, keys: Sequence[BlockKey], tokens_per_block: int, start: int, decision: Decision
-    ) -> int:
-        """How many leading keys of a prefix are here, have room, and are worth loading."""
-        origins = self.locate(keys, at_hand=decision.at_hand)
-        count = self._planner.prefix(keys, origins, tokens_per_block, start, decision)
-        taken = self.reservations.reserve(keys[:count], origins[:count]) if count else []
-        decision.short_of_room = NOWHERE in taken
-        return taken.index(NOWHERE) if NOWHERE in taken else count
-
-    def match_windows(
-        self, spans: Sequence[Span], start: int, limit: int, decision: Decision
-    ) -> tuple[int, list[list[int]], bool]:
-        """The token up to which a hit on several groups, or on windows, is worth loading; where
-        each chunk is; and whether what it takes could be reserved."""
-        sought = asked(spans, start)
-        origins = columns(spans, start, self.locate(sought, at_hand=decision.at_hand))
-        room = self.reservations.left()
-        stop = self._planner.furthest(spans, origins, start, limit, room, decision)
-        keys, places = needed(spans, origins, start, stop)
-        fits = NOWHERE not in self.reservations.reserve(keys, places)
-        decision.short_of_room |= not fits
-        return stop, origins, fits
-
-    def locate(self, keys: Sequence[BlockKey], *, at_hand: bool = False) -> list[int]:
-        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan); with
-        `at_hand` only blocks that need no waiting. It promises nothing and ignores room."""
-        context = self._context
-        tiers, ledger = context.tiers, context.ledger
-        answers = tiers[HOST].lookup(keys)
-        if Presence.MISS not in answers and Presence.PENDING not in answers:
-            return [HOST] * len(keys)
-        if at_hand:
-            coming = [key for key in keys if key in ledger.joinable]
-            return plan_at_hand(keys, answers, set(tiers[HOST].arrived(coming)))
-        # Their slots are not free yet: nothing could be loaded into host memory under these keys.
-        lost = ledger.abandoned | ledger.dropped_pinned
-        origins = plan_host(keys, answers, ledger.joinable, lost)
-        sought = [at for at, origin in enumerate(origins) if origin == NOWHERE]
-        if lost:
-            sought = [at for at in sought if keys[at] not in lost]
-        now = context.clock()
-        for tier in range(HOST + 1, len(tiers)):
-            if not sought:
-                break
-            if not context.readable(tier, now):
-                continue
-            resting = context.loads.resting(tier)
-            skipped = [at for at in sought if keys[at] in resting] if resting else []
-            if skipped:
-                sought = [at for at in sought if keys[at] not in resting]
-            whole = len(sought) == len(keys)
-            answers = tiers[tier].lookup(keys if whole else [keys[at] for at in sought])
-            origins, sought = plan_lower(origins, sought, tier, answers)
-            sought = sorted(sought + skipped) if skipped else sought
-        return origins
-
-    def why_missed(self, key: BlockKey) -> Cause:
-        """Why no tier gives this block now; without a reason if one does."""
-        context, now = self._context, self._context.clock()
-        (origin,) = self.locate([key])
-        if origin >= HOST or origin == JOINING:
-            return Cause(None, origin)
-        if origin == COMING:
-            return Cause(MissReason.NOT_STORED)
-        for tier in range(HOST + 1, len(context.tiers)):
-            if context.tiers[tier].lookup([key]) == [Presence.HIT]:
-                failed = context.readable(tier, now)  # and so it is the key that rests
-                return Cause(MissReason.LOAD_FAILED if failed else MissReason.UNREACHABLE, tier)
-        if (known := last_loss(context.misses.history(key))) is not None:
-            past, besides = known
-            return Cause(past.fate.reason, past.tier, past, besides)
-        for tier in range(HOST + 1, len(context.tiers)):
-            if context.tiers[tier].learning or not context.readable(tier, now):
-                return Cause(MissReason.UNREACHABLE, tier)
-        return Cause(MissReason.NOT_COMPUTED)
+def why_missed(context: ChainContext, key: BlockKey) -> Cause:
+    """Why no tier gives this block now; without a reason if one does."""
+    now = context.clock()
+    (origin,) = locate(context, [key])
+    if origin >= HOST or origin == JOINING:
+        return Cause(None, origin)
+    if origin == COMING:
+        return Cause(MissReason.NOT_STORED)
+    for tier in range(HOST + 1, len(context.tiers)):
+        if context.tiers[tier].lookup([key]) == [Presence.HIT]:
+            failed = context.readable(tier, now)  # and so it is the key that rests
+            return Cause(MissReason.LOAD_FAILED if failed else MissReason.UNREACHABLE, tier)
+    if (known := last_loss(context.misses.history(key))) is not None:
+        past, besides = known
+        return Cause(past.fate.reason, past.tier, past, besides)
+    for tier in range(HOST + 1, len(context.tiers)):
+        if context.tiers[tier].learning or not context.readable(tier, now):
+            return Cause(MissReason.UNREACHABLE, tier)
+    return Cause(MissReason.NOT_COMPUTED)
 
 
 class Reservations:
@@ -142,11 +97,6 @@ class Reservations:
         """Whether there is anything to be ended."""
         return bool(self.held or self._queued) or self._free is not None or any(self._withheld)
 
-    @property
-    def slotless(self) -> frozenset[int]:
-        """The tiers whose blocks do not come through host memory."""
-        return self._context.direct
-
     def room(self) -> int:
         """Host slots that hits can still reserve."""
         if self._free is None:
@@ -168,7 +118,7 @@ class Reservations:
         if any(self._queue(tier) < self._queues[tier] // 2 for tier in tiers):
             self._queued = Counter(self.held.values())
         queues = {tier: max(0, self._queue(tier)) for tier in tiers}
-        return HitRoom(self.room(), self.held, self.slotless, queues)
+        return HitRoom(self.room(), self.held, self._context.direct, queues)
 
     def _queue(self, tier: int) -> int:
         loading, withheld = self._context.ledger.loading[tier], self._withheld[tier]
@@ -176,7 +126,7 @@ class Reservations:
 
     def reserve(self, keys: Sequence[BlockKey], origins: list[int]) -> list[int]:
         """Reserve the room of these; answers NOWHERE in place of what there is no room for."""
-        slotless = self.slotless
+        slotless = self._context.direct
         origins = plan_room(keys, origins, self.held, self.room(), slotless)
         for tier in range(HOST + 1, len(self._queues)):
             if tier in slotless or tier not in origins:

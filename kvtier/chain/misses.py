@@ -44,12 +44,6 @@ class HashRing:
         self._added = 0
 
     @property
-    def nbytes(self) -> int:
-        """Memory that this holds."""
-        columns = (self._heads, self._before, self._tags, self._times, self._facts)
-        return sum(column.nbytes for column in columns)
-
-    @property
     def since(self) -> float:
         """The time of the oldest row; 0 if none was overwritten yet."""
         if self._added <= self._rows:
@@ -133,11 +127,6 @@ class MissLedger:
         self._clock, self._began = clock, clock()
         self.on = True
         """Whether anything is remembered."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that this holds."""
-        return self._ring.nbytes
 
     @property
     def horizon(self) -> float:

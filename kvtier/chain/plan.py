@@ -7,7 +7,7 @@ never an object for one block: a prompt has hundreds of them and the engine wait
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 
 import msgspec
 
@@ -39,7 +39,8 @@ class LinkPlan(msgspec.Struct, frozen=True):
 
 def leading(origins: Sequence[int]) -> int:
     """How many blocks come before the first that no tier can give now."""
-    return sum(1 for _ in takewhile(lambda at: at not in (NOWHERE, COMING), origins))
+    away = (NOWHERE, COMING)
+    return next((place for place, at in enumerate(origins) if at in away), len(origins))
 
 
 def plan_links(settings: Sequence[TierSettings]) -> list[LinkPlan]:

@@ -12,7 +12,7 @@ from kvtier.chain.context import ChainContext
 from kvtier.chain.hits import Decision
 from kvtier.chain.ledger import Move, SettledMove
 from kvtier.chain.load import Loads
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.lookup import Reservations, locate
 from kvtier.chain.plan import HOST, plan_ahead
 from kvtier.chain.stats import PrefetchStats
 from kvtier.settings import PrefetchSettings
@@ -48,7 +48,7 @@ class Prefetches:
     def __init__(
         self,
         context: ChainContext,
-        lookup: Lookup,
+        reservations: Reservations,
         loads: Loads,
         settings: PrefetchSettings,
         unsaved: Callable[[Sequence[BlockKey]], Collection[BlockKey]],
@@ -57,13 +57,14 @@ class Prefetches:
         """`unsaved` are those of host memory that would be gone, and `used` is told of blocks that
         a load took, and of their tier."""
         self._context = context
-        self._lookup = lookup
-        self._reservations = lookup.reservations
+        self._reservations = reservations
         self._loads = loads
         self._unsaved = unsaved
         self._tell_used = used
         slots, tiers = context.slots[HOST], context.tiers
         self.share = PrefetchShare(int(slots * settings.memory) if settings.waiting else 0)
+        self.on = self.share.blocks > 0 and len(tiers) > 1
+        """Whether there is anything to be prefetched, and room for it."""
         self.stats = PrefetchStats.of(len(tiers))
         self._requests: dict[str, PrefetchRequest] = {}
         self._over: list[PrefetchRequest] = []
@@ -79,14 +80,11 @@ class Prefetches:
         """Blocks on their way from each tier."""
         self._bytes = [0] * len(tiers)
         self._release_room = False
-        self.warm_up = WarmUp(context, lookup, loads, self, int(slots * settings.warmup_share))
+        self.warm_up = WarmUp(
+            context, reservations, loads, self, int(slots * settings.warmup_share)
+        )
 
     # -- what is wanted ----------------------------------------------------------------------
-
-    @property
-    def on(self) -> bool:
-        """Whether there is anything to be prefetched, and room for it."""
-        return self.share.blocks > 0 and len(self._context.tiers) > 1
 
     @property
     def busy(self) -> bool:
@@ -102,7 +100,7 @@ class Prefetches:
         """A request that waits will ask for these; answers with the bytes of them that lie in each
         tier below host memory. `begin` brings them up."""
         self.end(request, served=True)
-        origins = self._lookup.locate(keys)
+        origins = locate(self._context, keys)
         left = [key for key, at in zip(keys, origins, strict=True) if self._comes_from(at)]
         self._requests[request] = PrefetchRequest(keys=keys, left=left)
         self._wanted.update(keys)
@@ -124,7 +122,7 @@ class Prefetches:
         if self._context.mover.down or self._release_room:
             return False
         now, left = self._context.clock(), wanted.left
-        origins = self._lookup.locate(left)
+        origins = locate(self._context, left)
         at, room = 0, PIECE_BLOCKS
         while at < len(left) and room > 0:
             source, stop = plan_ahead(origins, at, PIECE_BLOCKS)
@@ -212,7 +210,8 @@ class Prefetches:
         if decision.short_of_room:
             self._release_room = any(move.prefetch for move, _ in self._moves.values())
             self.warm_up.cancel_unjoined()
-        decision.short_of_room |= self._being_cancelled(keys)
+        if self._moves:
+            decision.short_of_room |= self._being_cancelled(keys)
 
     @property
     def holds_room(self) -> bool:
@@ -268,10 +267,8 @@ class Prefetches:
         self.stats.saved_seconds += max(0.0, saved)
 
     def settled(self, settled: SettledMove, now: float) -> Sequence[BlockKey]:
-        """A move into host memory has ended. Answers with what it has brought to a load; of others
-        the tiers between are told when they are used."""
-        if not settled.move.ahead:
-            return settled.committed
+        """A move that began as a prefetch has ended. Answers with what it has brought to a load; of
+        others the tiers between are told when they are used."""
         if self.warm_up.settled(settled):
             return [] if settled.move.prefetch else settled.committed
         self._arrived(settled, now)
@@ -433,7 +430,7 @@ class WarmUp:
     def __init__(
         self,
         context: ChainContext,
-        lookup: Lookup,
+        reservations: Reservations,
         loads: Loads,
         prefetches: Prefetches,
         blocks: int,
@@ -441,7 +438,7 @@ class WarmUp:
         """`blocks` is how many host memory may hold then."""
         slots = context.slots[HOST]
         self._context = context
-        self._lookup = lookup
+        self._reservations = reservations
         self._loads = loads
         self._prefetches = prefetches
         self._spared = slots - blocks
@@ -481,17 +478,17 @@ class WarmUp:
 
     def _free(self) -> int:
         """Slots that may still be taken: nothing is evicted for this."""
-        free = min(self._context.tiers[HOST].stats().free, self._lookup.reservations.room())
+        free = min(self._context.tiers[HOST].stats().free, self._reservations.room())
         return free - self._spared
 
     def _start(self, source: int, told: Sequence[BlockKey], now: float) -> int:
-        places = self._lookup.locate(told)
+        places = locate(self._context, told)
         keys = [key for key, at in zip(told, places, strict=True) if at == source]
         move = self._loads.prefetch(source, keys, now) if keys else None
         if move is None:
             return 0
         self._moves[move.transfer.id] = move
-        self._lookup.reservations.count_again()
+        self._reservations.count_again()
         return len(move.keys)
 
     def settled(self, settled: SettledMove) -> bool:

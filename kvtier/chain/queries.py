@@ -13,7 +13,7 @@ from itertools import count
 import msgspec
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.lookup import locate
 from kvtier.chain.plan import HOST, NOWHERE
 from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.types import BlockKey, Outcome, block_key
@@ -43,20 +43,16 @@ class Query(msgspec.Struct, eq=False):
 class Queries:
     """The queries under way, and the tiers they are for. For one thread, like the chain."""
 
-    def __init__(self, context: ChainContext, lookup: Lookup) -> None:
+    def __init__(self, context: ChainContext) -> None:
         self._context = context
-        self._lookup = lookup
         tiers = range(HOST + 1, len(context.tiers))
         self._tiers = [tier for tier in tiers if context.tiers[tier].finds]
+        self.on = bool(self._tiers)
+        """Whether there is anybody to be asked."""
         self._probed = dict.fromkeys(self._tiers, 0.0)
         # Below zero: those of the ledger's transfers are above.
         self._ids = count(-1, -1)
         self._asked: dict[int, tuple[Transfer, Query]] = {}
-
-    @property
-    def on(self) -> bool:
-        """Whether there is anybody to be asked."""
-        return bool(self._tiers)
 
     @property
     def pending(self) -> bool:
@@ -64,12 +60,13 @@ class Queries:
         return bool(self._asked)
 
     def ask(self, keys: Sequence[BlockKey]) -> Query:
-        """Ask each of these tiers for what those above it lack."""
+        """Ask the media that alone know what they hold for what the tiers above lack of these; what
+        they say is found by later lookups. Call it when a request comes, before its turn."""
         now = self._context.clock()
         query = Query(now)
         if not self._tiers or self._context.mover.down:
             return query
-        origins = self._lookup.locate(keys)
+        origins = locate(self._context, keys)
         for tier in self._tiers:
             if self._context.readable(tier, now):
                 # What is on its way into host memory is not worth the query.
@@ -96,10 +93,8 @@ class Queries:
             self._asked[transfer.id] = transfer, query
             query.left += 1
 
-    def settled(self, result: TransferResult, now: float) -> bool:
-        """Tell a tier what its medium has answered; False for a transfer of another's."""
-        if result.id not in self._asked:
-            return False
+    def settled(self, result: TransferResult, now: float) -> None:
+        """Tell a tier what its medium has answered."""
         transfer, query = self._asked.pop(result.id)
         query.left -= 1
         self._context.tiers[transfer.source].complete_find(transfer.keys, result.outcomes)
@@ -109,7 +104,6 @@ class Queries:
                 health.answers(transfer.source)
             elif Outcome.DROPPED not in result.outcomes:  # with the mover
                 health.observe(transfer.source, [Outcome.IO_ERROR], now)
-        return True
 
     def step(self, now: float) -> None:
         """Ask those that failed whether they answer again."""

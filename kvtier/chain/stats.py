@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from copy import copy
 
 import msgspec
 
 from kvtier.chain.ledger import SettledMove
 from kvtier.chain.plan import JOINING
 from kvtier.interfaces.mover import MoverStats, TransferResult
-from kvtier.interfaces.tier import Tier
 from kvtier.interfaces.write_budget import WriteStats
 from kvtier.types import BlockKey, Namespace, Outcome, TierStats
 
@@ -118,11 +116,6 @@ class ChainStats(msgspec.Struct):
     """Of each tier what may be written to it, and was; None of one without a budget."""
 
 
-def budgets_of(tiers: Sequence[Tier]) -> list[WriteStats | None]:
-    """What may be written to each tier, and was."""
-    return [None if tier.allowance is None else tier.allowance.stats() for tier in tiers]
-
-
 class ChainCounters:
     """Counters of a chain's loads, by tier, and samples of all its transfers."""
 
@@ -187,28 +180,3 @@ class ChainCounters:
         samples = list(self._samples)
         self._samples.clear()
         return samples
-
-    def stats(
-        self,
-        tiers: list[TierStats],
-        links: list[LinkStats],
-        mover: MoverStats,
-        down: list[bool],
-        prefetch: PrefetchStats,
-        budgets: list[WriteStats | None],
-    ) -> ChainStats:
-        """The counters as they stand, beside what others count."""
-        return ChainStats(
-            tiers=tiers,
-            links=links,
-            mover=mover,
-            hits=list(self.hits),
-            hit_bytes=list(self.hit_bytes),
-            misses=list(self.misses),
-            failures=[dict(failures) for failures in self.failures],
-            down=down,
-            prefetch=prefetch,
-            reads=[copy(each) for each in self.reads],
-            writes=[copy(each) for each in self.writes],
-            budgets=budgets,
-        )

@@ -108,7 +108,8 @@ class Cascade:
 
     def used(self, keys: Sequence[BlockKey], now: float) -> None:
         """A request has used these, or loads them."""
-        self._learn(1)
+        if self._requests:
+            self._learn(1)
         for link in self._links:
             if link.touches is None and not self._context.writable(link.target, now):
                 continue
@@ -174,8 +175,10 @@ class Cascade:
 
     def step(self, now: float) -> None:
         """Start the stores that there is room for."""
-        self._learn(_STEP_KEYS)
-        self._count_lost()
+        if self._requests:
+            self._learn(_STEP_KEYS)
+        if self._ledger.evicted:
+            self._count_lost()
         self.started = 0
         counts = [link.startable(STEP_BLOCKS) for link in self._links]
         if self._mover.down:  # what waits can wait for it, and nothing below makes room in vain
@@ -205,9 +208,11 @@ class Cascade:
         link.ended(len(transfer.keys))
         link.stats.written += len(move.committed)
         link.stats.bytes_written += result.bytes_moved
-        link.failed(move.failed.values())
         self._context.stores.observe(transfer.target, result.outcomes, now)
         self.committed(transfer.target, move.committed, now)
+        if not move.failed:
+            return
+        link.failed(move.failed.values())
         refused = [key for key, outcome in move.failed.items() if outcome in _TARGET_FAILS]
         # What is full would take the bytes of each, use by use, before it refuses them again.
         full = Outcome.NO_SPACE
@@ -240,10 +245,11 @@ class Cascade:
         for source in dict.fromkeys((HOST, link.source)):
             if keys:
                 keys, left = self._carry(link, source, keys, now, old=old)
-                lacking = self._lacking(link, left)
-                link.missed(lacking)
-                link.tell(lacking, Fate.LACKS_ROOM)
-                self._pass_on(link, lacking, now)
+                if left:
+                    lacking = self._lacking(link, left)
+                    link.missed(lacking)
+                    link.tell(lacking, Fate.LACKS_ROOM)
+                    self._pass_on(link, lacking, now)
         if keys:  # what was used while it was on its way up, from there or past it, is not gone
             lacking = self._lacking(link, keys)
             here = self._tiers[HOST].lookup(lacking)
@@ -288,17 +294,17 @@ class Cascade:
             some = keys[start : start + STEP_BLOCKS]
             # What is bad must not spread: only what the engine has just stored goes on unverified.
             prove = old or source != HOST or self._ledger.deferred_verification.any_of(some)
-            transfer, absent = self._ledger.carry(source, link.target, some, deadline, prove)
-            if transfer is not None and self._mover.submit(transfer):
-                link.stats.in_flight += len(transfer.keys)
-                self.started += len(transfer.keys)
-            elif transfer is not None:
-                self._ledger.refuse(transfer)
-                refused = [*transfer.keys, *keys[start + STEP_BLOCKS :]]
+            move, absent = self._ledger.carry(source, link.target, some, deadline, prove)
+            if move is not None and self._mover.submit(move.transfer):
+                link.stats.in_flight += len(move.keys)
+                self.started += len(move.keys)
+            elif move is not None:
+                self._ledger.refuse(move)
+                refused = [*move.keys, *keys[start + STEP_BLOCKS :]]
                 link.drop(Fate.REFUSED, refused)
                 link.missed(refused)
             lacking += absent
-            settled = {*absent, *(transfer.keys if transfer is not None else ())}
+            settled = {*absent, *(move.keys if move is not None else ())}
             left += [key for key in some if key not in settled] if len(settled) < len(some) else []
             if refused:  # nothing below makes room for the rest in vain
                 break
@@ -307,13 +313,13 @@ class Cascade:
     def _pass_on(self, link: StoreLink, keys: Sequence[BlockKey], now: float) -> None:
         """What a tier has no room for, cannot write, or may not, may go to the one below all the
         same."""
-        if keys:
-            for below in self._links:
-                if below.source == link.target:
-                    self._offer(below, keys, now)
+        for below in self._links if keys else ():
+            if below.source == link.target:
+                self._offer(below, keys, now)
 
     def _offer(self, link: StoreLink, keys: Sequence[BlockKey], now: float) -> None:
-        self._pass_on(link, link.committed(self._lacking(link, keys), now), now)
+        if left := link.committed(self._lacking(link, keys), now):
+            self._pass_on(link, left, now)
 
     def _count_lost(self) -> None:
         """Count what was evicted before there was time to write it down."""
@@ -460,7 +466,7 @@ class StoreLink:
         self.demotion_due = True
         self._turnover += len(keys)
         admitted = keys if self.touches is None else self.touches.note(keys)
-        chosen = self.within_budget(admitted, now)
+        chosen = admitted if self.dynamic is None else self.within_budget(admitted, now)
         if self.write is not WritePolicy.THROUGH:
             return []
         if len(admitted) < len(keys):
@@ -519,11 +525,13 @@ class StoreLink:
     def offer(self, offered: int, admitted: Sequence[BlockKey]) -> None:
         """Queue the admitted of so many offered blocks, as far as the queue has room."""
         fresh = [key for key in admitted if key not in self.queued]
-        taken, left = fresh[: self.space], fresh[self.space :]
+        space = self.space
+        taken, left = fresh[:space], fresh[space:]
         self.stats.offered += offered
         self.stats.admitted += len(taken)
-        self.drop(Fate.FULL, left)
-        self.missed(left)
+        if left:
+            self.drop(Fate.FULL, left)
+            self.missed(left)
         self._waiting.extend(taken)
         self.queued.update(taken)
 

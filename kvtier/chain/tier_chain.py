@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 
 from kvtier.chain.context import ChainContext
-from kvtier.chain.hits import Decision, Span, asked
+from kvtier.chain.hits import Decision, HitPlanner, Span, asked, columns, needed
 from kvtier.chain.ledger import Ticket
-from kvtier.chain.load import EmbeddedLoads, Loads
-from kvtier.chain.lookup import Lookup
+from kvtier.chain.load import Loads
+from kvtier.chain.lookup import Reservations, locate, why_missed
 from kvtier.chain.misses import Cause, Past
-from kvtier.chain.plan import HOST, NOWHERE
+from kvtier.chain.plan import HOST, JOINING, NOWHERE
 from kvtier.chain.prefetch import Prefetches
-from kvtier.chain.queries import Queries, Query
-from kvtier.chain.stats import ChainStats, Sample, budgets_of
+from kvtier.chain.queries import Queries
+from kvtier.chain.stats import ChainStats
 from kvtier.chain.store import Cascade
-from kvtier.errors import NotResident
 from kvtier.interfaces.mover import TransferResult
 from kvtier.interfaces.tier import Tier
 from kvtier.settings import PrefetchSettings, RetainSettings, TierSettings, WritePolicy
@@ -27,13 +27,10 @@ from kvtier.system.calls import close_all
 from kvtier.types import (
     BlockKey,
     Fate,
-    LoadStoreSpec,
     MissReason,
     Outcome,
     Presence,
     Reservation,
-    TierEvent,
-    TierStats,
 )
 
 _OFF = RetainSettings(share=0.0)
@@ -48,11 +45,10 @@ class Retention:
         rules: Sequence[TierSettings],
         slots: Sequence[int],
         settings: RetainSettings | None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         settings = settings or _OFF
         self._max_ttl = settings.max_ttl.seconds
-        self._clock = clock
+        self._clock = time.time
         # What is only read takes nothing in, and so lets nothing go.
         self._tiers = [
             tier
@@ -62,11 +58,6 @@ class Retention:
         for tier, count in zip(tiers, slots, strict=True):
             if tier in self._tiers:
                 tier.retain_at_most(int(count * settings.share))
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is ever retained."""
-        return bool(self._tiers)
 
     @property
     def unwritten(self) -> bool:
@@ -105,13 +96,13 @@ STEP_USES, USES_KEPT = 8, 1024
 PREFETCH_OFF = PrefetchSettings(waiting=False, warmup_share=0.0)
 
 
-class TierChain(Tier):
-    """A composite of tiers, the first of which is host memory.
+class TierChain:
+    """Tiers that behave as one, the first of which is host memory.
 
-    Beside what every tier answers it loads in one hop (`begin_load`) and works between the steps
-    of an engine (`poll`). All of it is for one thread and none of it blocks. It owns its tiers, not
-    the mover, which is closed before it. Lookup answers HIT for what `begin_load` can take in. What
-    it reserves it keeps until the next `poll`, as long as the engine stores nothing in between.
+    It loads in one hop (`begin_load`) and works between the steps of an engine (`poll`). All of it
+    is for one thread and none of it blocks. It owns its tiers, not the mover, which is closed
+    before it. Lookup answers HIT for what `begin_load` can take in. What it reserves it keeps until
+    the next `poll`, as long as the engine stores nothing in between.
     """
 
     def __init__(
@@ -123,24 +114,31 @@ class TierChain(Tier):
     ) -> None:
         self._context = context
         self.tiers, self._mover, self._clock = context.tiers, context.mover, context.clock
-        self.medium = self.tiers[HOST].medium
         self._ledger, self._counters = context.ledger, context.counters
         self.misses = context.misses
         self.retention = Retention(self.tiers, context.settings, context.slots, retain)
-        self._lookup = Lookup(context)
-        self.reservations = self._lookup.reservations
-        self._loads = Loads(context, self._lookup)
-        self._embedded = EmbeddedLoads(context.ledger)
+        self.reservations = Reservations(context)
+        # By origin: those of plan that are no tier's (NOWHERE, COMING, JOINING) count from the end.
+        hits = [Presence.HIT] * len(self.tiers)
+        self._presences = [*hits, Presence.HIT, Presence.PENDING, Presence.MISS]
+        self._planner = HitPlanner(
+            context.counters, context.costs, context.ledger.joinable, context.clock
+        )
+        self._loads = Loads(context, self.reservations)
         self._cascade = Cascade(context)
         self.prefetches = Prefetches(
             context,
-            self._lookup,
+            self.reservations,
             self._loads,
             prefetch or PREFETCH_OFF,
             unsaved=self._cascade.unsaved,
             used=partial(self._cascade.committed, HOST),
         )
-        self.queries = Queries(context, self._lookup)
+        self.queries = Queries(context)
+        # What a part does alone is called there at once.
+        self.locate, self.find = partial(locate, context), self.queries.ask
+        self.read_directly = self._loads.read_directly
+        self.take_samples = context.counters.take_samples
         self._stored = deque[TransferResult]()
         self._ended: list[Ticket] = []
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=USES_KEPT)
@@ -149,7 +147,12 @@ class TierChain(Tier):
     # lookup
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Presence]:
-        return self._lookup.presence(keys)
+        """What is known of each key; a hit has its room reserved."""
+        reserved = self.reservations.held
+        if reserved and all(key in reserved for key in keys):
+            return [Presence.HIT] * len(keys)
+        origins = self.reservations.reserve(keys, self.locate(keys))
+        return [self._presences[origin] for origin in origins]
 
     def match_prefix(
         self,
@@ -164,31 +167,34 @@ class TierChain(Tier):
         With the `decision` of an earlier call, that one is repeated if nothing has changed.
         """
         decision = decision or Decision()
-        count = self._lookup.match_prefix(keys, tokens_per_block, start, decision)
+        origins = self.locate(keys, at_hand=decision.at_hand)
+        count = self._planner.prefix(keys, origins, tokens_per_block, start, decision)
+        taken = self.reservations.reserve(keys[:count], origins[:count]) if count else []
+        decision.short_of_room = NOWHERE in taken
         self.prefetches.release_room(decision, keys)
-        return count
+        return taken.index(NOWHERE) if NOWHERE in taken else count
 
     def match_windows(
         self, spans: Sequence[Span], start: int, limit: int, decision: Decision
     ) -> tuple[int, list[list[int]]]:
         """As `match_prefix`, for a request with several cache groups, or with windows: the token up
         to which it is worth loading from `start` on, and where each chunk after that is."""
+        sought = asked(spans, start)
         origins: list[list[int]] = []
         for _ in range(2):  # what is too much at first may fit with what was counted again since
-            stop, origins, fits = self._lookup.match_windows(spans, start, limit, decision)
-            self.prefetches.release_room(decision, asked(spans, start))
+            origins = columns(spans, start, self.locate(sought, at_hand=decision.at_hand))
+            room = self.reservations.left()
+            stop = self._planner.furthest(spans, origins, start, limit, room, decision)
+            fits = NOWHERE not in self.reservations.reserve(*needed(spans, origins, start, stop))
+            decision.short_of_room |= not fits
+            self.prefetches.release_room(decision, sought)
             if fits:
                 return stop, origins
         return start, origins
 
-    def locate(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The nearest tier that can give each key, or NOWHERE, COMING, JOINING (see plan). Reserves
-        nothing, and does not ask about room."""
-        return self._lookup.locate(keys)
-
     def why_missed(self, key: BlockKey) -> Cause:
         """Why a block is not found now, or, if it is, that it is here."""
-        cause = self._lookup.why_missed(key)
+        cause = why_missed(self._context, key)
         left = cause.past
         if left is not None and left.fate.reason is MissReason.EVICTED:
             for tier in self._cascade.waits_for(key):
@@ -196,11 +202,6 @@ class TierChain(Tier):
                     late = Past(Fate.GONE, tier, left.seconds)
                     return Cause(MissReason.NOT_WRITTEN, tier, late, left)
         return cause
-
-    def find(self, keys: Sequence[BlockKey]) -> Query:
-        """Ask the media that alone know what they hold for what the tiers above lack of these; what
-        they say is found by later lookups. Call it when a request comes, before its turn."""
-        return self.queries.ask(keys)
 
     # load
 
@@ -220,22 +221,20 @@ class TierChain(Tier):
         if NOWHERE in origins:
             origins = self.locate(keys)
         ticket = self._ledger.open_ticket(request, deadline, proves)
-        if not self._loads.pin(ticket, keys, origins):
-            origins = self.locate(keys)
-            self._loads.pin(ticket, keys, origins)
-        self.prefetches.found(ticket.pinned)
+        if HOST in origins:
+            if not self._loads.pin(ticket, keys, origins):
+                origins = self.locate(keys)
+                self._loads.pin(ticket, keys, origins)
+            self.prefetches.found(ticket.pinned)
         if origins.count(HOST) < len(keys):
-            for move in self._loads.join(ticket, keys, origins):
-                self.prefetches.joined(move, ticket.pending)
+            if JOINING in origins:
+                for move in self._loads.join(ticket, keys, origins):
+                    self.prefetches.joined(move, ticket.pending)
             self._loads.start(ticket, keys, origins)
         self._ledger.seal(ticket, keys)
         self._uses.append([*ticket.keys, *ticket.files] if ticket.files else ticket.keys)
         self.reservations.count_again()
         return ticket
-
-    def read_directly(self, able: bool) -> None:
-        """Say whether the readers of `begin_load` fetch what lies in files themselves."""
-        self._loads.read_directly(able)
 
     def end_load(
         self,
@@ -246,33 +245,10 @@ class TierChain(Tier):
     ) -> None:
         """Nobody reads for this ticket any more; `failed` could not be read, or were not right, and
         `proved` were. `read` is what its reader has fetched from files: bytes, and seconds."""
-        self._loads.end_direct(ticket, failed or {}, read)
+        if ticket.pinned_files:
+            self._loads.end_direct(ticket, failed or {}, read)
         self._ledger.deferred_verification.remove(proved)
-        self._ledger.release(ticket, None, failed)
-        self._ledger.deferred_verification.tell_blamed(self._counters.failed)
-        self.reservations.count_again()
-        if failed:
-            self.reservations.end()
-
-    def _drop(self, ids: list[int]) -> None:
-        self._mover.cancel(self._ledger.abandon(ids))
-        self.reservations.count_again()
-
-    def prepare_load(self, keys: Sequence[BlockKey]) -> LoadStoreSpec:
-        """As `begin_load`, for callers without requests (and who do not read files); blocks of
-        lower tiers land later."""
-        ticket = self.begin_load(keys, "", float("inf"))
-        if ticket.missing or ticket.files:
-            self._drop(self._ledger.release(ticket))
-            missing = len(keys) - len(ticket.keys)
-            raise NotResident(f"{missing} of {len(keys)} keys are not here: look up first")
-        self._embedded.add(ticket, keys)
-        return ticket.spec
-
-    def complete_load(
-        self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
-    ) -> None:
-        self._embedded.end(keys, failed)
+        self._ledger.release(ticket, failed)
         self._ledger.deferred_verification.tell_blamed(self._counters.failed)
         self.reservations.count_again()
         if failed:
@@ -280,13 +256,16 @@ class TierChain(Tier):
 
     # store
 
-    def prepare_store(self, keys: Sequence[BlockKey], *, evict: bool = True) -> Reservation:
+    def prepare_store(self, keys: Sequence[BlockKey]) -> Reservation:
+        """Reserve room in host memory for the keys that are new there, in their order: evict if
+        need be, never wait."""
         self.reservations.count_again()
-        return self._ledger.reserve(keys, evict)
+        return self._ledger.reserve(keys)
 
     def complete_store(
         self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome] | None = None
     ) -> None:
+        """Commit reserved keys, but abort those in `failed`; the cascade takes them down."""
         self.reservations.count_again()
         self._cascade.committed(HOST, self._ledger.commit(keys, failed), self._clock())
 
@@ -305,11 +284,6 @@ class TierChain(Tier):
 
         Answers with the tickets whose last block has landed or failed since the last call.
         """
-        self.tick()
-        ended, self._ended = self._ended, []
-        return ended
-
-    def tick(self) -> None:
         now = self._clock()
         self._settle(now, STEP_BLOCKS + self._cascade.started)
         if self._context.costs is not None:
@@ -334,6 +308,8 @@ class TierChain(Tier):
         self.queries.step(now)
         self.reservations.end()
         self.prefetches.step(now)
+        ended, self._ended = self._ended, []
+        return ended
 
     @property
     def has_pending_work(self) -> bool:
@@ -356,15 +332,17 @@ class TierChain(Tier):
 
     def _settle(self, now: float, budget: float = STEP_BLOCKS) -> None:
         for result in self._mover.poll():
-            if self.queries.settled(result, now):
-                continue
-            if not self._ledger.promoting(result.id):
+            if result.id < 0:  # of a query: the ledger numbers from 1 on
+                self.queries.settled(result, now)
+            elif not self._ledger.promoting(result.id):
                 self._stored.append(result)
             elif settled := self._ledger.settle(result.id, result.outcomes):
                 self._loads.settled(settled, result, now)
                 self._counters.ended(settled, result)
                 self._ended += settled.landed
-                loaded = self.prefetches.settled(settled, now)
+                loaded: Sequence[BlockKey] = settled.committed
+                if settled.move.ahead:
+                    loaded = self.prefetches.settled(settled, now)
                 self._cascade.committed(HOST, loaded, now, settled.move.transfer.source)
         while self._stored and budget > 0:
             result = self._stored.popleft()
@@ -373,18 +351,18 @@ class TierChain(Tier):
                 self._cascade.settled(settled, result, now)
                 self._counters.ended(settled, result)
 
-    # the rest of a tier
+    # what all tiers are told
 
     def touch(self, keys: Sequence[BlockKey], start: int = 0) -> None:
+        """A request uses these keys: `keys[i]` is block `start + i` of its prefix. Lower tiers hear
+        of it in later steps."""
         self.tiers[HOST].touch(keys, start)
         self._touches.append((keys, start))
         if again := self._cascade.used_again(keys):
             self._uses.append(again)
 
-    def victims(self, count: int) -> list[BlockKey]:
-        return self.tiers[-1].victims(count)
-
     def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drop these keys from every tier, pinned ones when they are unpinned."""
         self._cascade.forget(keys)
         self.prefetches.forget(keys)
         self._ledger.void(keys)
@@ -395,33 +373,33 @@ class TierChain(Tier):
         self.reservations.end()
 
     def clear(self) -> None:
+        """Invalidate everything: what is under way or being stored will never become visible."""
         self._cascade.forget()
         self.prefetches.forget()
         for tier in self.tiers:
             tier.clear()
-        self._drop(self._ledger.void_all())
+        self._mover.cancel(self._ledger.void_all())
         self._ledger.note_dropped(self._ledger.pinned(HOST))
         self.reservations.end()
 
-    def take_events(self) -> list[TierEvent]:
-        return [event for tier in self.tiers for event in tier.take_events()]
-
-    def take_samples(self) -> list[Sample]:
-        """Transfers that ended since the last call, for histograms."""
-        return self._counters.take_samples()
-
-    def stats(self) -> TierStats:
-        return TierStats.total(self.medium, [tier.stats() for tier in self.tiers])
-
     def chain_stats(self) -> ChainStats:
         """All there is to know, tier by tier and link by link."""
-        links, ahead, down = (
-            self._cascade.stats(),
-            self.prefetches.counted(),
-            self._context.left_alone(),
+        counters = self._counters
+        leases = [tier.allowance for tier in self.tiers]
+        return ChainStats(
+            tiers=[tier.stats() for tier in self.tiers],
+            links=self._cascade.stats(),
+            mover=self._mover.stats(),
+            hits=list(counters.hits),
+            hit_bytes=list(counters.hit_bytes),
+            misses=list(counters.misses),
+            failures=[dict(failures) for failures in counters.failures],
+            down=self._context.left_alone(),
+            prefetch=self.prefetches.counted(),
+            reads=[copy(each) for each in counters.reads],
+            writes=[copy(each) for each in counters.writes],
+            budgets=[None if lease is None else lease.stats() for lease in leases],
         )
-        budgets, tiers = budgets_of(self.tiers), [tier.stats() for tier in self.tiers]
-        return self._counters.stats(tiers, links, self._mover.stats(), down, ahead, budgets)
 
     def close(self) -> None:
         """Commit what the mover has finished and close the tiers; close the mover first."""

@@ -22,7 +22,6 @@ from kvtier.cost.rates import (
     Rates,
     SavedLink,
     SavedPrefill,
-    in_memory,
     kinks,
 )
 
@@ -566,7 +565,13 @@ class CostModel:
 
     def _sure_blocks(self, runs: Sequence[LoadRun], per_block: int, start: int) -> int:
         """How many leading blocks are so."""
-        blocks, size = in_memory(runs)
+        blocks = size = 0
+        for run in runs:
+            if run.link != DEVICE:
+                break
+            blocks, size = blocks + run.blocks, size + run.bytes
+        if not blocks:
+            return 0
         return blocks if self._sure(size, start, start + blocks * per_block) else 0
 
     def _count(self, runs: Sequence[LoadRun], count: int) -> None:

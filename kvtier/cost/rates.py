@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -35,12 +34,6 @@ class Offer(NamedTuple):
 
     stop: int
     loads: list[LoadRun]
-
-
-def in_memory(runs: Sequence[LoadRun]) -> tuple[int, int]:
-    """How many leading blocks lie in host memory, and their bytes."""
-    head = list(takewhile(lambda run: run.link == DEVICE, runs))
-    return sum(run.blocks for run in head), sum(run.bytes for run in head)
 
 
 def kinks(

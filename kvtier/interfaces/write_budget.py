@@ -37,10 +37,12 @@ class WriteAllowance:
         """What a block takes at most."""
         self.when_short: Callable[[], None] = lambda: None
         """Called when the lease does not reach for what is to be written."""
-        self._shared = 0.0
+        self.shared = 0.0
+        """What was left beside all leases, when that was looked at last."""
         self._written_by_others = 0.0
         self._granted = 0.0
-        self._spent = 0.0
+        self.spent = 0.0
+        """What was written so far."""
         self._wanted = 0.0
         self._drive: tuple[float, float] | None = None
 
@@ -49,37 +51,27 @@ class WriteAllowance:
     @property
     def lease(self) -> float:
         """What may be written without asking anybody; below zero if more was written."""
-        return self._granted - self._spent
+        return self._granted - self.spent
 
     @property
     def level(self) -> float:
         """What may be written soon, with what the others may, too."""
-        return self._shared + self.lease
+        return self.shared + self.lease
 
     def spend(self, size: float) -> None:
         """So much is being written; less than nothing if it was not, after all."""
-        self._spent += size
+        self.spent += size
 
     def blocks(self, wanted: int) -> int:
         """How many of so many blocks the lease reaches for; for the rest more is asked for."""
         reached = max(0, min(wanted, int(self.lease // self.block_bytes)))
-        if reached < wanted and self._shared >= self.block_bytes:
+        if reached < wanted and self.shared >= self.block_bytes:
             asked, self._wanted = self._wanted, float(wanted * self.block_bytes)
             if not asked:
                 self.when_short()
         return reached
 
     # -- the keeper's thread -----------------------------------------------------------------
-
-    @property
-    def shared(self) -> float:
-        """What was left beside all leases, when that was looked at last."""
-        return self._shared
-
-    @property
-    def spent(self) -> float:
-        """What was written so far."""
-        return self._spent
 
     def take_wanted(self) -> float:
         """What was asked for since the last call."""
@@ -93,7 +85,7 @@ class WriteAllowance:
     def tell(self, shared: float, written: float, own: float) -> None:
         """What is left beside all leases, and what all have written, the first `own` bytes of this
         engine among it."""
-        self._shared = shared
+        self.shared = shared
         self._written_by_others = written - own
 
     def tell_drive(self, written: float, used: float) -> None:
@@ -102,7 +94,7 @@ class WriteAllowance:
 
     def stats(self) -> WriteStats:
         """At this moment."""
-        written = self._written_by_others + self._spent
+        written = self._written_by_others + self.spent
         drive = self._drive or (None, None)
         return WriteStats(self.rate, self.burst, max(0.0, self.level), written, *drive)
 

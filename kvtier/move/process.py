@@ -301,13 +301,13 @@ class ProcessMover(Mover):
                 return False
             if transfer.id in self._flights:
                 raise ValueError(f"transfer {transfer.id} is in flight already")
-            if not self._books.admit(transfer):
+            if not (lanes := self._books.admit(transfer)):
                 return False
             if not link.send(frame(Submit.of(transfer))):
                 self._books.release(transfer)
                 return False
             longest = self._call_seconds[transfer.kind]
-            late = max(longest[lane] for lane in self._books.lanes(transfer)) + self._grace_seconds
+            late = max(longest[lane] for lane in lanes) + self._grace_seconds
             flight = Flight(transfer, time.monotonic(), transfer.deadline + late)
             self._flights[transfer.id] = flight
             self._push(link)
@@ -380,7 +380,7 @@ class ProcessMover(Mover):
             for result in message.results:
                 flight = self._flights.pop(result.id, None)
                 if flight is not None:
-                    self._books.ended(flight.transfer, result)
+                    self._books.release(flight.transfer, result.outcomes)
                     self._results.append(result)
 
     def _end_supervisor(self) -> None:
@@ -513,7 +513,7 @@ class ProcessMover(Mover):
                     # It was moving: what is late in a queue, the process itself ends.
                     busy_seconds=seconds if late else 0.0,
                 )
-                self._books.ended(transfer, result)
+                self._books.release(transfer, result.outcomes)
                 self._results.append(result)
             self._flights.clear()
             if self._results:

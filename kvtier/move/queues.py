@@ -6,11 +6,11 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
+from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind
 from kvtier.record.record import Buffer
 from kvtier.types import Outcome
 
@@ -38,8 +38,9 @@ class TransferCounts:
             return (transfer.target,)
         return (transfer.source, transfer.target)
 
-    def admit(self, transfer: Transfer) -> bool:
-        """Take a transfer in, unless a tier would have more in flight than its bound.
+    def admit(self, transfer: Transfer) -> tuple[int, ...]:
+        """Take a transfer in, unless a tier would have more in flight than its bound; answers with
+        its lanes, none if it is refused.
 
         Raises ValueError on one that makes no sense: that is the caller's own mistake.
         """
@@ -55,19 +56,20 @@ class TransferCounts:
         if self._bounds is not None and any(
             self._waiting(transfer, lane) + blocks > self._bounds[lane] for lane in lanes
         ):
-            return False
+            return ()
         counted = self._counted(transfer)
         for lane in lanes:
             counted[lane] += blocks
         self._stats.in_flight_blocks += blocks
-        return True
+        return lanes
 
-    def release(self, transfer: Transfer) -> None:
-        """Take back an admission: the transfer has ended, or could not be handed on."""
+    def release(self, transfer: Transfer, outcomes: Collection[Outcome] = ()) -> None:
+        """Take back an admission: the transfer has ended so, or could not be handed on."""
         blocks, counted = len(transfer.keys), self._counted(transfer)
         for lane in self.lanes(transfer):
             counted[lane] -= blocks
         self._stats.in_flight_blocks -= blocks
+        self._stats.timeouts += Outcome.TIMEOUT in outcomes
 
     def hasten(self, transfer: Transfer) -> None:
         """A prefetch is a load from now on, even if that makes more loads than the bound."""
@@ -76,11 +78,6 @@ class TransferCounts:
             self._prefetching[lane] -= blocks
             self._in_flight[transfer.kind][lane] += blocks
         transfer.prefetch = False
-
-    def ended(self, transfer: Transfer, result: TransferResult) -> None:
-        """Close the account of an admitted transfer."""
-        self.release(transfer)
-        self._stats.timeouts += Outcome.TIMEOUT in result.outcomes
 
     def restarted(self) -> None:
         """Count a start that followed a death."""
@@ -114,6 +111,7 @@ class TransferJob:
         "next",
         "outcomes",
         "size",
+        "staged",
         "submitted",
         "transfer",
     )
@@ -123,6 +121,8 @@ class TransferJob:
     ) -> None:
         self.transfer = transfer
         self.lanes = lanes
+        self.staged = len(lanes) == 2
+        """Whether it passes through staging buffers, neither end being host memory."""
         self.batch_blocks = batch_blocks
         self.size = len(transfer.keys)
         self.next = 0
@@ -133,11 +133,6 @@ class TransferJob:
         self.submitted = now
         self.busy_since = now
         self.busy_seconds = 0.0
-
-    @property
-    def staged(self) -> bool:
-        """Whether it passes through staging buffers, neither end being host memory."""
-        return len(self.lanes) == 2
 
     @property
     def ended(self) -> bool:

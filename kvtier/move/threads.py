@@ -183,7 +183,8 @@ class ThreadMover(Mover):
         self._books = TransferCounts(
             [isinstance(each, HostHandler) for each in handlers], queue_blocks
         )
-        self._staging = StagingPool(record_bytes(namespace.payload_bytes), staging_bytes)
+        self._record_bytes = record_bytes(namespace.payload_bytes)
+        self._staging = StagingPool(self._record_bytes, staging_bytes)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._jobs: dict[int, TransferJob] = {}
@@ -214,9 +215,8 @@ class ThreadMover(Mover):
                 return False
             if transfer.id in self._jobs:
                 raise ValueError(f"transfer {transfer.id} is in flight already")
-            if not self._books.admit(transfer):
+            if not (lanes := self._books.admit(transfer)):
                 return False
-            lanes = self._books.lanes(transfer)
             batch_blocks = min(self._lanes[lane].batch_blocks for lane in lanes)
             job = TransferJob(transfer, lanes, batch_blocks, now)
             self._jobs[transfer.id] = job
@@ -302,22 +302,17 @@ class ThreadMover(Mover):
         return None
 
     def _run(self, batch: TransferBatch) -> None:
-        if batch.verdict is not None or not self._guarded(self._carry, batch):
+        if batch.verdict is not None or not self._guarded(self._carrier.carry, batch):
             self._guarded(self._carrier.announce, batch)
 
-    def _carry(self, batch: TransferBatch) -> None:
-        try:
-            self._carrier.carry(batch)
-        except Exception:
-            raise
-        except BaseException as error:  # a panic of Rust code: no signal ever ends this thread
-            raise RuntimeError("a handler raised what is no Exception") from error
-
     def _guarded(self, action: Callable[[TransferBatch], None], batch: TransferBatch) -> bool:
-        """Keep a handler's bug from ending the thread: its blocks fail, everything else goes on."""
+        """Keep a handler's bug from ending the thread: its blocks fail, everything else goes on.
+        Here, where no signal is heard, what is no Exception is a panic of Rust code."""
         try:
             action(batch)
-        except Exception:
+        except BaseException as error:
+            if not isinstance(error, Exception) and threading.current_thread() not in self._threads:
+                raise
             transfer = batch.job.transfer
             log.exception(
                 "a handler raised in transfer %d from tier %d to tier %d",
@@ -357,7 +352,7 @@ class ThreadMover(Mover):
             seconds=now - job.submitted,
             busy_seconds=job.busy_seconds,
         )
-        self._books.ended(transfer, result)
+        self._books.release(transfer, job.outcomes)
         self._results.append(result)
         self._ended.notify_all()
 
@@ -366,7 +361,7 @@ class ThreadMover(Mover):
         if job.transfer.kind is TransferKind.FIND:
             return 0
         if len(namespace.group_bytes) == 1:
-            return job.outcomes.count(Outcome.OK) * record_bytes(namespace.payload_bytes)
+            return job.outcomes.count(Outcome.OK) * self._record_bytes
         return sum(
             record_bytes(namespace.payload_of(key))
             for key, outcome in zip(job.transfer.keys, job.outcomes, strict=True)

@@ -212,7 +212,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         name = request.request_id
-        self._manager.remember_adapter(name, request.lora_request)
+        if request.lora_request is not None:
+            self._manager.remember_adapter(name, request.lora_request)
         if request.resumable:
             self._begin_session()
         # The keys of some do not tell all, and what a session computes may be wrong.
@@ -223,8 +224,9 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._chain.expect(name)
         if not self._engine_cache.trusted:
             self._chain.keep_no_more(name)
-        self._heed_hints(request)
-        if (self._manager.ahead.on or self._chain.asks_media()) and not self._without_hits:
+        if request.kv_transfer_params or request.kv_hints is not None:
+            self._heed_hints(request)
+        if (self._manager.prefetches.on or self._manager.queries.on) and not self._without_hits:
             self._prefetch(request)
 
     def _begin_session(self) -> None:
@@ -251,7 +253,7 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         )
         if waits is not None:
             self._chain.find(request.request_id, waits.ends)
-            if self._manager.ahead.on:
+            if self._manager.prefetches.on:
                 self._manager.ahead.came(request.request_id, waits)
 
     def get_num_new_matched_tokens(
@@ -278,7 +280,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
             self._chain.defer(name, loading)
         else:
             self._chain.mark_used(name, ends)
-        scheduler.keep_state_at(request, self._chain.junction(name) or 0)
+        if junction := self._chain.junction(name):
+            scheduler.keep_state_at(request, junction)
         return found
 
     def _may_lack_blocks(self, request: Any) -> bool:
@@ -346,7 +349,8 @@ class KVTierConnector(interfaces.OffloadingConnector):  # type: ignore[misc]
         meta = connector_output.kv_connector_worker_meta
         if meta is None and not connector_output.invalid_block_ids:
             return  # no worker has anything to say
-        self._manager.meter.mistook(getattr(meta, "mistakes", 0))
+        if mistakes := getattr(meta, "mistakes", 0):
+            self._manager.meter.mistook(mistakes)
         reports: Mapping[int, Report] = getattr(meta, "reports", {})
         side = self.connector_scheduler
         with scheduler.manager_locked(side):

@@ -226,7 +226,8 @@ class Deferrals:
                     self._requests.on(Event.EXPECTED, request)
                 return holds
             case QueryDeferral(until):
-                holds = not state.answered and self._clock() < until
+                answered = state.query is None or state.query.answered
+                holds = not answered and self._clock() < until
                 if holds:
                     self._requests.on(Event.EXPECTED, request)
                 return holds
@@ -283,7 +284,7 @@ class Deferrals:
     def for_query(self, request: str, state: RequestState, shapes: Mapping[int, Shape]) -> None:
         """Tell a request to wait for what media say that were asked about its blocks: mostly they
         have said it before its turn."""
-        if state.query is None or state.answered:
+        if (query := state.query) is None or query.answered:
             return
         wait = QUERY_WAIT_S
         end = min(state.limit, state.end(shapes)) if state.columns else 0
@@ -291,7 +292,7 @@ class Deferrals:
             computing := self._costs.recompute_seconds(state.start, end)
         ):
             wait = min(wait, _QUERY_SHARE * computing)
-        until = state.query.since + wait
+        until = query.since + wait
         if self._clock() < until:
             state.deferral = QueryDeferral(until)
             self._requests.on(Event.EXPECTED, request)

@@ -90,13 +90,10 @@ class StepTimes:
     def began(self, tokens: int, context: int) -> None:
         """A step was scheduled that computes so many prompt tokens after so many others."""
         if len(self._steps) >= _AHEAD_MAX:
-            self.lost()
+            # No step that began ends any more.
+            self._steps.clear()
+            self._held = _Steps()
         self._steps.append(_Step(self._clock(), tokens, context))
-
-    def lost(self) -> None:
-        """No step that began ends any more."""
-        self._steps.clear()
-        self._held = _Steps()
 
     def ended(self) -> None:
         """The oldest step is complete. With steps scheduled ahead, it began when the last ended."""

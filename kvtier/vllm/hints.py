@@ -54,13 +54,10 @@ class Hints:
         self._words = words
         self._clock = clock
         self._parser = HintParser()
+        self.ignored: Mapping[str, int] = self._parser.ignored
+        """How many hints were not understood, by why."""
         self._actions: dict[str, list[HintAction]] = {}
         self._early: dict[str, _SessionPrefetch] = {}
-
-    @property
-    def ignored(self) -> Mapping[str, int]:
-        """How many hints were not understood, by why."""
-        return self._parser.ignored
 
     def said(self, request: str, parameters: object, actions: Iterable[Action]) -> None:
         """This came with a request that was just added."""

@@ -152,14 +152,13 @@ class ChainManager:
 
     # -- loads -----------------------------------------------------------------------------
 
-    def asks_media(self) -> bool:
-        """Whether there is a tier whose medium has to be asked what it holds (`find`)."""
-        return self.chain.queries.on
-
     def find(self, request: str, ends: Mapping[bytes, int]) -> None:
-        """Ask such media, once, about the blocks of a request that came into the queue."""
+        """Ask media that alone know what they hold, once, about the blocks of a request that came
+        into the queue."""
+        if not self.chain.queries.on:
+            return
         state = self._requests.of(request)
-        if self.asks_media() and state.query is None and state.identified and not state.refused:
+        if state.query is None and state.identified and not state.refused:
             state.arrange(self.shapes, ends, self._epoch)
             state.query = self.chain.find([key for _, _, known in state.columns for key in known])
 
@@ -205,11 +204,12 @@ class ChainManager:
         state.arrange(self.shapes, ends, self._epoch)
         self.find(request, ends)
         state.spare, state.deferral = self.chain.reservations.spare(), None
-        self._deferrals.for_query(request, state, self.shapes)
-        if not state.told_to_wait:
+        if state.query is not None:
+            self._deferrals.for_query(request, state, self.shapes)
+        if state.expected is not None and state.deferral is None:
             self._deferrals.for_handover(request, state, self.shapes)
-        state.hits = set() if state.told_to_wait else self._look_up(state)
-        if not state.told_to_wait and state.decision.short_of_room and self._room_comes:
+        state.hits = self._look_up(state) if state.deferral is None else set()
+        if state.deferral is None and state.decision.short_of_room and self._room_comes:
             self._deferrals.for_room(request, state, state.end(self.shapes))
         return state.hits
 
@@ -316,7 +316,7 @@ class ChainManager:
     def _left_of(self, ticket: Ticket, origins: set[int]) -> Callable[[], int] | None:
         """Tells how many blocks of a load have not come yet, if all of it is other machines'."""
         tiers = self.chain.tiers
-        if not all(tiers[at].finds for at in origins):
+        if not (self.chain.queries.on and all(tiers[at].finds for at in origins)):
             return None
         return lambda: len(ticket.pending) - len(tiers[HOST].arrived(list(ticket.pending)))
 
@@ -365,7 +365,7 @@ class ChainManager:
             self.costs.observe_memory(merged.pinned)
         given_up = self._deadlines.ended(number)
         self.chain.read_directly(merged.reads_files)
-        failed = pending.failed(merged)
+        failed = pending.failed(merged) if merged.failures else {}
         if pending.ticket is None:
             if pending.distrusted:
                 failed = dict.fromkeys(pending.keys, Outcome.DROPPED)

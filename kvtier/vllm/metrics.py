@@ -241,7 +241,8 @@ class Meter:
         self._copied = self._direct = self._mistakes = 0
         self._allocations: deque[int] = deque(maxlen=_UNTOLD_MAX)
         self._next = 0.0
-        self._unread = True
+        self.due = True
+        """Whether something has happened that nobody has been told yet."""
 
     def asked_for_room(self, chunks: int) -> None:
         """Room was asked for, to store so many."""
@@ -251,30 +252,25 @@ class Meter:
         """Count what workers have copied."""
         self._copied += report.bytes_moved - report.bytes_read
         self._direct += report.bytes_read
-        self._unread = True
+        self.due = True
 
     def mistook(self, mistakes: int) -> None:
         """Count exceptions that workers have caught."""
         self._mistakes += mistakes
-        self._unread |= mistakes > 0
-
-    @property
-    def due(self) -> bool:
-        """Whether something has happened that nobody has been told yet."""
-        return self._unread
+        self.due = True
 
     def tell_now(self) -> None:
         """The next step has to tell: no other may follow it for long."""
-        self._next, self._unread = 0.0, True
+        self._next, self.due = 0.0, True
 
     def read(self) -> Any:
         """What has changed since the last answer; None if it is too soon to ask."""
         now = self._clock()
-        if now < self._next and not (self._unread and self._manager.idle):
+        if now < self._next and not (self.due and self._manager.idle):
             return None
         self._next = now + _EVERY_S
         # What is under way will be something to tell when it has ended.
-        self._unread = self._manager.has_pending_work
+        self.due = self._manager.has_pending_work
         stats = interfaces.OffloadingConnectorStats()
         chain = self._manager.chain
         found = chain.chain_stats()

@@ -253,8 +253,6 @@ class RequestMisses:
         epoch: bytes,
     ) -> None:
         """A request was looked up, and `loads` so many tokens. It computes the rest."""
-        if state.explained:
-            return
         state.explained = True
         found, step = state.start + loads, max(shape.tokens for shape in shapes.values())
         miss = Miss(request, time.time(), prompt.length, state.start, loads)

@@ -177,11 +177,6 @@ class RequestState(msgspec.Struct):
         self.kept = self.kept and salt is not None
 
     @property
-    def answered(self) -> bool:
-        """Whether all media that were asked about its blocks have said what they have."""
-        return self.query is None or self.query.answered
-
-    @property
     def told_to_wait(self) -> bool:
         """Whether it is told to ask again, and not what there is."""
         return isinstance(self.deferral, RoomDeferral | QueryDeferral | HandoverDeferral)

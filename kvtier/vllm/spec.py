@@ -135,10 +135,13 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, manager: ChainManager, *, events: bool, keeps: bool) -> None:
         self._manager, self.ahead, self.hints = manager, manager.ahead, manager.hints
+        self.prefetches, self.queries = manager.chain.prefetches, manager.chain.queries
         self._meter, self._adapters = Meter(manager), Adapters()
         # For what vLLM does not ask, and kvtier's connector does:
         self.chain_manager, self.load = never_raising(manager), never_raising(manager.load)
         self.meter, self.adapters = never_raising(self._meter), never_raising(self._adapters)
+        # For the description of events:
+        self.known_as, self.media = manager.known_as, [tier.medium for tier in manager.chain.tiers]
         self._events = events
         self._keeps, self._pauses = keeps, False
         self._unkept = set[str]()
@@ -231,11 +234,10 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
     @guarded(lambda: None)
     def remember_adapter(self, request: str, adapter: Any) -> None:
         """vLLM's hashes know an adapter by name and path only: its bytes belong in the keys."""
-        if adapter is not None:
-            self.keep_nothing(request)
-            self._adapters.arrived(request, adapter)
-            self._unkept.discard(request)
-            self._unidentified.add(request)
+        self.keep_nothing(request)
+        self._adapters.arrived(request, adapter)
+        self._unkept.discard(request)
+        self._unidentified.add(request)
 
     def keep_nothing(self, request: str) -> None:
         """The keys of a request that is about to be added do not tell enough."""
@@ -309,15 +311,6 @@ class VllmManager(interfaces.OffloadingManager):  # type: ignore[misc]
         """The tiers that have this block now, by their numbers."""
         tiers = enumerate(self._manager.chain.tiers)
         return [at for at, tier in tiers if tier.lookup([key]) == [Presence.HIT]]
-
-    @property
-    def media(self) -> list[str]:
-        """What its tiers are."""
-        return [tier.medium for tier in self._manager.chain.tiers]
-
-    def known_as(self, key: bytes, request: str) -> BlockKey:
-        """The key by which the tiers, and their events, know this one of a request's."""
-        return self._manager.known_as(key, request)
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:

@@ -91,11 +91,6 @@ class WaitingPrefetches:
         self.due = False
         """Whether somebody came since the last step."""
 
-    @property
-    def on(self) -> bool:
-        """Whether anything is done for those that wait."""
-        return self._chain.prefetches.on
-
     # -- who waits -----------------------------------------------------------------------------
 
     def came(self, request: str, waits: Waits) -> None:
@@ -215,7 +210,7 @@ class WaitingPrefetches:
             return keys[:lead], first * tokens, (first + lead) * tokens
         spans = state.spans(shapes, self._group_bytes)
         places_by_group = columns(spans, start, self._chain.locate(asked(spans, start)))
-        room = HitRoom(_NO_LIMIT, (), self._chain.reservations.slotless, {})
+        room = HitRoom(_NO_LIMIT, (), (), {})
         found, _ = stops(spans, places_by_group, start, waits.limit, room)
         if not found:
             return [], start, start

@@ -20,7 +20,6 @@ from support.tiers.chains import REST, ChainRig, is_quiet, rule
 from kvtier.chain.ledger import Ticket
 from kvtier.chain.prefetch import LONGEST_S
 from kvtier.chain.store import PAUSE_MAX_S
-from kvtier.errors import NotResident
 from kvtier.settings import Admission, PrefetchSettings, RetainSettings, WritePolicy
 from kvtier.testing.subject import make_keys, prove
 from kvtier.types import BlockKey, EventKind, Outcome, Presence, Reservation
@@ -90,9 +89,9 @@ class ChainMachine(RuleBasedStateMachine):
 
     # the engine
 
-    @step(keys=some_keys, evict=st.booleans(), hold=st.booleans())
-    def reserve(self, keys: list[BlockKey], evict: bool, hold: bool) -> None:
-        taken = self.chain.prepare_store(keys, evict=evict)
+    @step(keys=some_keys, hold=st.booleans())
+    def reserve(self, keys: list[BlockKey], hold: bool) -> None:
+        taken = self.chain.prepare_store(keys)
         assert taken.keys == [key for key in keys if key in taken.keys]
         self.storing.append(taken)
         if not hold:
@@ -137,18 +136,13 @@ class ChainMachine(RuleBasedStateMachine):
         assert refusing or not ticket.missing, "lookup promised what could not be taken in"
         self.keep(ticket, hits)
 
-    @step(keys=asked_keys, named=st.booleans())
-    def load_anything(self, keys: list[BlockKey], named: bool) -> None:
-        if named:
-            self.keep(self.chain.begin_load(keys, "other", self.rig.now + 5.0), keys)
-            return
-        try:
-            spec = self.chain.prepare_load(keys)
-        except NotResident:
-            return
-        assert len(spec) == len(keys)
-        self.chain.complete_load(keys[::2])
-        self.chain.complete_load(keys[1::2])
+    @step(keys=asked_keys, at_once=st.booleans())
+    def load_anything(self, keys: list[BlockKey], at_once: bool) -> None:
+        ticket = self.chain.begin_load(keys, "other", self.rig.now + 5.0)
+        if at_once:
+            self.chain.end_load(ticket)
+        else:
+            self.keep(ticket, keys)
 
     def keep(self, ticket: Ticket, asked: list[BlockKey]) -> None:
         elsewhere = {*ticket.missing, *ticket.files}
@@ -314,7 +308,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_tell_what_is_there(self) -> None:
-        for event in self.chain.take_events():
+        for event in [event for tier in self.rig.tiers for event in tier.take_events()]:
             there = self.visible[event.medium]
             if event.kind is EventKind.STORED:
                 there.update(event.keys)

@@ -325,7 +325,7 @@ class Host(Slowed):
     def clear(self, tier: int) -> None:
         """Forget all that one tier holds."""
         self._manager.chain.tiers[tier].clear()
-        self._vllm_manager._meter._unread = True  # else there is nothing to do, and no step
+        self._vllm_manager._meter.due = True  # else there is nothing to do, and no step
         self._vllm_manager._next_poll = 0.0  # nor is it looked for events, for some milliseconds
         self._step()
 

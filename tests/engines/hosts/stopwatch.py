@@ -17,8 +17,6 @@ _ENDLESS = 1000
 class TimedHost(Host):
     """Commands that answer with seconds."""
 
-    _share: Any = None
-
     def first_token(self, prompt: list[int], said: dict[str, Any] | None = None) -> dict[str, Any]:
         """Seconds from the request, with what is said of its session, to its first token."""
         engine = self._llm.llm_engine
@@ -121,11 +119,7 @@ class TimedHost(Host):
 
     def prefetch(self, on: bool) -> None:
         """Prefetch for requests that wait, or do not, from now on."""
-        from kvtier.chain.prefetch import PrefetchShare
-
-        prefetches = self._manager.chain.prefetches
-        self._share = prefetches.share if prefetches.on else self._share
-        prefetches.share = self._share if on else PrefetchShare(0)
+        self._manager.chain.prefetches.on = on
 
     def wait_and_first_token(self, prompt: list[int]) -> dict[str, Any]:
         """The same, and how many of these seconds had passed when its prompt began to be computed,

@@ -173,7 +173,7 @@ def test_second_touch_demotes_only_what_was_used_twice() -> None:
     rig.store(KEYS[7:8])
     for _ in range(12):
         rig.settle(2)
-        rig.store(make_keys(1, start=1000 + rig.chain.stats().stored))
+        rig.store(make_keys(1, start=1000 + sum(tier.stats().stored for tier in rig.tiers)))
     assert set(rig.resident(1, KEYS[:8])) <= set(keys[:3])
     assert rig.resident(1, keys[:3])
     (link,) = rig.chain.chain_stats().links

@@ -56,9 +56,10 @@ def work(rig: ChainRig, random: Random, break_now: Callable[[int], None]) -> Non
             chain.forget(keys)
         if random.random() < 0.03:
             chain.clear()
-        chain.take_events()
-        chain.stats()
-        chain.victims(2)
+        chain.chain_stats()
+        for tier in chain.tiers:
+            tier.take_events()
+            tier.victims(2)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers.chains import KEYS, ChainRig, is_quiet
 
-from kvtier.chain.ledger import Ledger, SettledMove, Ticket, split
+from kvtier.chain.ledger import Ledger, Move, SettledMove, Ticket, split
 from kvtier.errors import NotResident
-from kvtier.interfaces.mover import Transfer
 from kvtier.testing.subject import make_keys
 from kvtier.types import BlockKey, LoadStoreSpec, Outcome, Presence
 
@@ -20,10 +19,8 @@ FAR = 1e9
 OUTCOMES = list(Outcome)
 
 
-def settle(
-    ledger: Ledger, transfer: Transfer, outcomes: list[Outcome] | None = None
-) -> SettledMove | None:
-    return ledger.settle(transfer.id, outcomes or [Outcome.OK] * len(transfer.keys))
+def settle(ledger: Ledger, move: Move, outcomes: list[Outcome] | None = None) -> SettledMove | None:
+    return ledger.settle(move.transfer.id, outcomes or [Outcome.OK] * len(move.keys))
 
 
 @pytest.fixture
@@ -38,12 +35,12 @@ def ledger(rig: ChainRig) -> Ledger:
 
 def test_a_move_pins_its_source_and_reserves_its_target(rig: ChainRig, ledger: Ledger) -> None:
     keys = rig.put(0, KEYS[:3])
-    transfer, absent = ledger.carry(0, 1, [*keys, KEYS[9]], FAR)
-    assert transfer is not None
-    assert (transfer.keys, absent) == (keys, [KEYS[9]])
+    move, absent = ledger.carry(0, 1, [*keys, KEYS[9]], FAR)
+    assert move is not None
+    assert (move.keys, absent) == (keys, [KEYS[9]])
     assert rig.tiers[0].stats().pinned == 3
     assert rig.tiers[1].lookup(keys) == [Presence.PENDING] * 3
-    settled = settle(ledger, transfer, [Outcome.OK, Outcome.NO_SPACE, Outcome.OK])
+    settled = settle(ledger, move, [Outcome.OK, Outcome.NO_SPACE, Outcome.OK])
     assert settled is not None
     assert settled.committed == [keys[0], keys[2]]
     assert settled.failed == {keys[1]: Outcome.NO_SPACE}
@@ -57,14 +54,14 @@ def test_a_move_pins_its_source_and_reserves_its_target(rig: ChainRig, ledger: L
 def test_a_move_takes_only_what_is_new_to_its_target(rig: ChainRig, ledger: Ledger) -> None:
     keys = rig.put(0, KEYS[:4])
     rig.put(1, [keys[0], keys[2]])
-    transfer, absent = ledger.carry(0, 1, keys, FAR)
-    assert transfer is not None
-    assert (transfer.keys, absent) == ([keys[1], keys[3]], [])
+    move, absent = ledger.carry(0, 1, keys, FAR)
+    assert move is not None
+    assert (move.keys, absent) == ([keys[1], keys[3]], [])
     assert rig.tiers[0].stats().pinned == 2
     store = rig.tiers[0].store
-    assert [store.owners[slot] for slot in transfer.source_spec.slots] == transfer.keys  # type: ignore[attr-defined]
+    assert [store.owners[slot] for slot in move.transfer.source_spec.slots] == move.keys  # type: ignore[attr-defined]
     assert ledger.carry(0, 1, keys, FAR) == (None, [])
-    ledger.refuse(transfer)
+    ledger.refuse(move)
     assert rig.resident(1, keys) == [keys[0], keys[2]]
     assert is_quiet(ledger)
     rig.assert_quiet()
@@ -72,10 +69,10 @@ def test_a_move_takes_only_what_is_new_to_its_target(rig: ChainRig, ledger: Ledg
 
 def test_a_result_is_settled_once_and_unknown_ones_are_not(rig: ChainRig, ledger: Ledger) -> None:
     rig.put(0, KEYS[:1])
-    transfer, _ = ledger.carry(0, 1, KEYS[:1], FAR)
-    assert transfer is not None
-    assert settle(ledger, transfer) is not None
-    assert settle(ledger, transfer) is None
+    move, _ = ledger.carry(0, 1, KEYS[:1], FAR)
+    assert move is not None
+    assert settle(ledger, move) is not None
+    assert settle(ledger, move) is None
 
 
 def test_a_result_with_too_few_outcomes_commits_no_more_than_it_proves(
@@ -83,10 +80,10 @@ def test_a_result_with_too_few_outcomes_commits_no_more_than_it_proves(
 ) -> None:
     keys = rig.put(1, KEYS[:3])
     ticket = ledger.open_ticket("a", FAR)
-    transfer = ledger.promote(ticket, 1, keys, FAR)
-    assert transfer is not None
+    move = ledger.promote(ticket, 1, keys, FAR)
+    assert move is not None
     ledger.seal(ticket, keys)
-    settled = settle(ledger, transfer, [Outcome.OK])
+    settled = settle(ledger, move, [Outcome.OK])
     assert settled is not None
     assert settled.committed == keys[:1]
     assert ticket.failed == dict.fromkeys(keys[1:], Outcome.DROPPED)
@@ -98,17 +95,17 @@ def test_a_result_with_too_few_outcomes_commits_no_more_than_it_proves(
 def test_no_slot_is_released_on_a_clock(rig: ChainRig, ledger: Ledger) -> None:
     keys = rig.put(1, KEYS[:4])
     ticket = ledger.open_ticket("a", 10.0)
-    transfer = ledger.promote(ticket, 1, keys, 10.0)
-    assert transfer is not None
+    move = ledger.promote(ticket, 1, keys, 10.0)
+    assert move is not None
     ledger.seal(ticket, keys)
     assert ledger.expire(9.0) == ([], [])
-    assert ledger.expire(10.0) == ([ticket], [transfer.id])
+    assert ledger.expire(10.0) == ([ticket], [move.transfer.id])
     assert ledger.expire(1000.0) == ([], []), "told once"
     ledger.release(ticket)
     assert ledger.moving
     assert not is_quiet(ledger)
     assert rig.tiers[0].prepare_store(KEYS[10:14]).keys == [], "the mover may still write there"
-    settle(ledger, transfer)
+    settle(ledger, move)
     assert is_quiet(ledger)
     rig.assert_quiet()
 
@@ -164,11 +161,11 @@ def test_a_large_load_that_fails_is_no_work_for_its_square() -> None:
     ledger = Ledger(rig.tiers)
     rig.put(1, keys)
     ticket = ledger.open_ticket("a", FAR)
-    transfer = ledger.promote(ticket, 1, keys, FAR)
-    assert transfer is not None
+    move = ledger.promote(ticket, 1, keys, FAR)
+    assert move is not None
     ledger.seal(ticket, keys)
     Compared.times = 0
-    settle(ledger, transfer, [Outcome.DROPPED] * 500)
+    settle(ledger, move, [Outcome.DROPPED] * 500)
     ledger.release(ticket)
     assert Compared.times < 2 * 500
     assert is_quiet(ledger)
@@ -176,7 +173,7 @@ def test_a_large_load_that_fails_is_no_work_for_its_square() -> None:
 
 
 def test_a_store_that_was_voided_is_not_committed(rig: ChainRig, ledger: Ledger) -> None:
-    taken = ledger.reserve(KEYS[:2], evict=True)
+    taken = ledger.reserve(KEYS[:2])
     ledger.void_all()
     assert ledger.commit(taken.keys) == []
     assert ledger.commit(taken.keys) == [], "and was reserved once only"
@@ -202,7 +199,7 @@ class Juggler:
         self.ledger = Ledger(self.rig.tiers)
         self.universe = make_keys(8)
         self.tickets: list[Ticket] = []
-        self.transfers: list[Transfer] = []
+        self.moves: list[Move] = []
         self.stores: list[list[BlockKey]] = []
         self.now = 0.0
         for tier in range(3):
@@ -219,42 +216,43 @@ class Juggler:
         for source in (1, 2):
             left = [key for key in self.rig.resident(source, keys) if key not in ticket.pending]
             left = [key for key in left if key not in ticket.pinned]
-            transfer = ledger.promote(ticket, source, left, self.now + 3.0) if left else None
-            if transfer is not None and self.random.random() < 0.2:
-                ledger.refuse(transfer)
-            elif transfer is not None:
-                self.transfers.append(transfer)
+            move = ledger.promote(ticket, source, left, self.now + 3.0) if left else None
+            if move is not None and self.random.random() < 0.2:
+                ledger.refuse(move)
+            elif move is not None:
+                self.moves.append(move)
         ledger.seal(ticket, keys)
         assert len(ticket.spec) == len(ticket.keys)
         self.tickets.append(ticket)
 
     def carry(self) -> None:
         source, target = self.random.choice([(0, 1), (0, 2), (1, 2)])
-        transfer, _ = self.ledger.carry(source, target, self.some(), self.now + 3)
-        if transfer is not None:
-            self.transfers.append(transfer)
+        move, _ = self.ledger.carry(source, target, self.some(), self.now + 3)
+        if move is not None:
+            self.moves.append(move)
 
     def settle(self) -> None:
-        if self.transfers:
-            transfer = self.transfers.pop(self.random.randrange(len(self.transfers)))
+        if self.moves:
+            move = self.moves.pop(self.random.randrange(len(self.moves)))
             bad = self.random.random() < 0.5
-            outcomes = [self.random.choice(OUTCOMES) if bad else Outcome.OK for _ in transfer.keys]
-            assert settle(self.ledger, transfer, outcomes) is not None
+            outcomes = [self.random.choice(OUTCOMES) if bad else Outcome.OK for _ in move.keys]
+            assert settle(self.ledger, move, outcomes) is not None
 
     def release(self) -> None:
         if self.tickets:
             ticket = self.tickets.pop(self.random.randrange(len(self.tickets)))
             failed = {key: self.random.choice(OUTCOMES[1:]) for key in self.some()}
-            self.ledger.release(ticket, None, failed if self.random.random() < 0.3 else None)
+            self.ledger.release(ticket, failed if self.random.random() < 0.3 else None)
 
     def cancel(self) -> None:
         request = self.random.choice("ab")
         for ticket in [ticket for ticket in self.tickets if ticket.request == request]:
-            self.ledger.abandon(self.ledger.release(ticket))
+            self.ledger.release(ticket)
             self.tickets.remove(ticket)
+        self.ledger.abandon([move.transfer.id for move in self.moves if not move.waiters])
 
     def store(self) -> None:
-        self.stores.append(self.ledger.reserve(self.some(), self.random.random() < 0.7).keys)
+        self.stores.append(self.ledger.reserve(self.some()).keys)
 
     def commit(self) -> None:
         if self.stores:
@@ -279,14 +277,15 @@ class Juggler:
         for index, tier in enumerate(self.rig.tiers):
             pinned = set(self.ledger.pinned(index))
             assert tier.stats().pinned == len(pinned)
-            loads = [t for t in self.transfers if (t.source, t.target) == (index, 0)]
+            transfers = [move.transfer for move in self.moves]
+            loads = [t for t in transfers if (t.source, t.target) == (index, 0)]
             assert self.ledger.loading[index] == sum(len(t.keys) for t in loads)
-            reserved = {k for t in self.transfers if t.target == index for k in t.keys}
+            reserved = {k for t in transfers if t.target == index for k in t.keys}
             if index == 0:
                 reserved |= {key for keys in self.stores for key in keys}
                 held = {key for ticket in self.tickets for key in ticket.held}
                 assert set(self.ledger.joinable) | self.ledger.abandoned == held | {
-                    key for t in self.transfers if t.target == 0 for key in t.keys
+                    key for t in transfers if t.target == 0 for key in t.keys
                 }
                 reserved |= held
                 assert not self.ledger.abandoned & self.ledger.joinable.keys()
@@ -303,7 +302,7 @@ def test_whatever_happens_nothing_leaks(seed: int) -> None:
     for _ in range(60):
         juggler.random.choice(acts)()
         juggler.check()
-    while juggler.transfers:
+    while juggler.moves:
         juggler.settle()
     while juggler.stores:
         juggler.commit()

@@ -411,8 +411,8 @@ def test_what_its_reader_or_the_mover_has_proved_is_not_proved_again(three_tiers
     three_tiers.tiers[1].forget(KEYS[:2])
     three_tiers.chain.end_load(ticket, {KEYS[1]: CORRUPT})
     assert corrupt(three_tiers) == [1, 0, 0], "as the mover proved it when it was written down"
-    transfer, _ = three_tiers.chain._ledger.carry(0, 1, KEYS[:1], FAR)
-    assert transfer is not None
+    move, _ = three_tiers.chain._ledger.carry(0, 1, KEYS[:1], FAR)
+    assert move is not None
     assert not three_tiers.chain._ledger.deferred_verification.any_of(KEYS[:2])
 
 

@@ -8,11 +8,10 @@ from support.tiers.chains import KEYS, SLOT, ChainRig, rule
 from kvtier.chain import stats
 from kvtier.chain.ledger import Move, SettledMove
 from kvtier.chain.plan import COMING, HOST, JOINING, NOWHERE
-from kvtier.chain.stats import ChainCounters, PrefetchStats, Sample, direct
+from kvtier.chain.stats import ChainCounters, Sample, direct
 from kvtier.cost.model import CostModel
 from kvtier.cost.rates import DEVICE
-from kvtier.errors import NotResident
-from kvtier.interfaces.mover import MoverStats, Transfer, TransferKind, TransferResult
+from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
 from kvtier.settings import WritePolicy
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome, Presence, SlotSpec
@@ -143,22 +142,6 @@ def test_what_is_dropped_while_pinned_waits_for_its_slot(rig: ChainRig) -> None:
     rig.chain.end_load(ticket)
     rig.chain.poll()
     assert rig.chain.lookup(keys) == [HIT, HIT]
-
-
-def test_loads_without_requests_are_counted_pin_by_pin(rig: ChainRig) -> None:
-    rig.put(0, KEYS[:2])
-    rig.put(1, KEYS[2:4])
-    spec = rig.chain.prepare_load(KEYS[:4])
-    rig.mover.run_all()
-    rig.chain.poll()
-    rig.check(KEYS[:4], spec)
-    rig.chain.complete_load(KEYS[1:3])
-    assert rig.tiers[0].stats().pinned == 2
-    rig.chain.complete_load([KEYS[3], KEYS[0]])
-    rig.assert_quiet()
-    with pytest.raises(NotResident, match="1 of 2 keys"):
-        rig.chain.prepare_load([KEYS[0], KEYS[50]])
-    rig.assert_quiet()
 
 
 def test_what_is_read_from_files_takes_no_slot_that_was_promised() -> None:
@@ -336,11 +319,11 @@ def test_samples_say_where_from_and_only_the_latest_are_kept(
     ]
 
 
-def test_what_was_told_once_stays_as_it_was_told() -> None:
-    counts = ChainCounters(MEDIA, NAMESPACE)
+def test_what_was_told_once_stays_as_it_was_told(rig: ChainRig) -> None:
+    counts = rig.context.counters
     counts.found(1, make_keys(2))
     counts.failed(1, [Outcome.GONE])
-    told = counts.stats([], [], MoverStats(), [], PrefetchStats.of(0), [])
+    told = rig.chain.chain_stats()
     counts.looked_up([NOWHERE])
     counts.found(1, make_keys(3))
     counts.failed(1, [Outcome.GONE, Outcome.CORRUPT])

@@ -87,6 +87,12 @@ def test_takes_everything_while_nothing_is_known_of_prefill() -> None:
     assert model.recompute_seconds(0, 100) is None
     assert model.admit([LoadRun("far", 7, 7 << 40)], BLOCK_TOKENS) == 7
     assert model.stats()["far"].taken == 7
+    offers = [
+        Offer(128, [LoadRun("disk", 1, 1)]),
+        Offer(256, [LoadRun("disk", 2, 2), LoadRun(DEVICE, 1, 1)]),
+    ]
+    assert model.choose(offers, 0) == 1
+    assert (model.stats()["disk"].taken, model.stats()[DEVICE].taken) == (2, 1)
     model.observe_prefill(0, 1.0)
     model.observe_prefill(9, 0.0)
     assert model.recompute_seconds(0, 100) is None, "such steps tell nothing"
@@ -481,13 +487,3 @@ def test_what_is_told_of_a_link_is_what_was_measured() -> None:
     told = model.stats()["disk"]
     assert told.bandwidth == pytest.approx(5e8, rel=0.1)
     assert told.latency == pytest.approx(0.01, rel=0.2)
-
-
-def test_while_nothing_is_known_of_prefill_everything_is_taken_and_counted() -> None:
-    model = CostModel(clock=lambda: 1000.0)
-    offers = [
-        Offer(128, [LoadRun("disk", 1, 1)]),
-        Offer(256, [LoadRun("disk", 2, 2), LoadRun(DEVICE, 1, 1)]),
-    ]
-    assert model.choose(offers, 0) == 1
-    assert (model.stats()["disk"].taken, model.stats()[DEVICE].taken) == (2, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.interfaces.mover import Transfer, TransferKind, TransferResult
+from kvtier.interfaces.mover import Transfer, TransferKind
 from kvtier.move.queues import HandlerQueue, StagingPool, TransferBatch, TransferJob
 from kvtier.move.threads import TransferCounts
 from kvtier.record.record import ALIGN, record_bytes
@@ -126,15 +126,11 @@ class TestBooks:
         books = TransferCounts([True, False, False], [0, 10, 5])
         assert not books.admit(make_transfer(6, source=1, target=2))
         relay = make_transfer(5, source=1, target=2)
-        assert books.lanes(relay) == (1, 2)
-        assert books.admit(relay)
+        assert books.admit(relay) == (1, 2)
         for target, room in ((1, 5), (2, 0)):
             assert not books.admit(make_transfer(room + 1, source=0, target=target))
         before = books.stats()
-        result = TransferResult(
-            id=1, outcomes=[Outcome.TIMEOUT] * 5, bytes_moved=0, seconds=1.0, busy_seconds=0.0
-        )
-        books.ended(relay, result)
+        books.release(relay, [Outcome.TIMEOUT] * 5)
         assert (before.in_flight_blocks, before.timeouts) == (5, 0), "as it was then"
         assert (books.stats().in_flight_blocks, books.stats().timeouts) == (0, 1)
         assert books.admit(make_transfer(10, source=0, target=1))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.movers.contract import SOON, MoverContract, MoverRig
-from support.movers.media import FILE, HOST, FileSettings, MediumSettings
+from support.movers.media import FILE, HOST, Fault, FileSettings, MediumSettings, Panic
 
 from kvtier.interfaces.backend import TierContext
 from kvtier.interfaces.mover import Mover, TransferKind
@@ -76,6 +76,18 @@ class TestThreadMover(MoverContract):
         assert late.job.outcomes == [Outcome.TIMEOUT] * 2
         assert rig.reported(range(2)) == [Outcome.TIMEOUT] * 2
         assert rig.empty(0, range(2))
+
+    def test_a_host_medium_that_panics_when_it_is_told_of_a_failure_ends_no_thread(
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def panic(_batch: object) -> None:
+            raise Panic("the host medium's own mistake")
+
+        monkeypatch.setattr(rig.mover._carrier, "announce", panic)  # type: ignore[attr-defined]
+        rig.fill(1, range(4))
+        rig.media[1].break_(0, Fault.RAISE)
+        for _ in range(4):  # more often than there are threads
+            assert rig.outcomes(rig.load([0])) == [Outcome.IO_ERROR]
 
     def test_close_cancels_the_second_half_of_a_relay(self, rig: MoverRig) -> None:
         rig.fill(1, range(16))

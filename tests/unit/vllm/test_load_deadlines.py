@@ -72,7 +72,7 @@ class Desk(Asking):
         for tier in tiers["tiers"]:
             tier["load_deadline"] = 600.0
         self.stack = Stack.open(tiers, TWO_GROUPS, costs=costs)
-        self.stack.chain._lookup._planner._clock = self.clock
+        self.stack.chain._planner._clock = self.clock
         made = AddingManager(self.stack, region="region", ranks=1, costs=costs, clock=self.clock)
         made.shapes = dict(enumerate(shapes))
         super().__init__(made)

@@ -85,7 +85,8 @@ def test_the_scheduler_waits_for_no_look_at_an_adapters_files(
         gate.set()
         step_while(asked.copying)
         for name, lora in (("second", adapter), ("plain", None)):
-            asked.remember_adapter(name, lora)
+            if lora is not None:
+                asked.remember_adapter(name, lora)
             asked.on_new_request(SimpleNamespace(req_id=name))
             step_while(partial(asked.awaits_adapter, name))
             assert asking.hit(name, ends, 2 * CHUNK) == (2 * CHUNK if lora else 0)
