@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,11 +28,10 @@ from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
 from engines.engine import Engine
-from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 
-from benchmarks.engine.served import DTYPE, Served, folders
+from benchmarks.engine.served import DTYPE, Served, bucket_server, folders
 from benchmarks.engine.slow import slow_proxy, throttle
-from benchmarks.measure import median_ratio
+from benchmarks.measure import median_ratio, rotated
 from benchmarks.report import Report
 
 HONEST, HONEST_TOKENS = 16, 16
@@ -80,9 +78,8 @@ def compare_storm(
         rates = defaultdict[int, list[float]](list)
         for turn in range(_STORM_WARM_ROUNDS + rounds):
             honest = stored or [served.prompt(SHORT_TOKENS) for _ in range(HONEST)]
-            at = turn % len(order)
             answers = []
-            for contestant in order[at:] + order[:at]:
+            for contestant in rotated(order, turn):
                 told = _besiege(engine, contestant, honest, hostile, running + 2)
                 answers.append(told["answers"])
                 if turn >= _STORM_WARM_ROUNDS:
@@ -224,7 +221,6 @@ def empty(folder: Path) -> None:
 
 
 def main() -> None:
-    os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with folders() as (folder, region), ExitStack() as stack:
         bench = Bench(folder, region)
         throttle(folder, DISK_BYTES)
@@ -247,8 +243,7 @@ def main() -> None:
 
 def compare_store(bench: Bench, folder: Path, stack: ExitStack) -> None:
     """The same with an S3 server on a way that takes time."""
-    program = Path(sys.prefix).with_name(".venv") / "bin/rclone"
-    server = stack.enter_context(rclone(folder, program))
+    server = stack.enter_context(bucket_server(folder))
     port = stack.enter_context(slow_proxy(server.port, STORE_SECONDS, STORE_BYTES))
     store = {"kind": "object", "url": "s3://bucket/kv", "capacity": "16GiB"}
     with bench.engine(store | {"endpoint": f"http://127.0.0.1:{port}"}) as engine:

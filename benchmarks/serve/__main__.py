@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.engine.served import Served, folders
+from benchmarks.measure import rotated
 from benchmarks.report import Report
 from benchmarks.serve.clients import MULTI_TURN, Result
 from benchmarks.serve.scale import SCALE, weightless_model
@@ -87,8 +88,7 @@ class Bench:
                     (name, stack.enter_context(self._server(name, tokens))) for name in group
                 ]
                 for seed in range(ROUNDS + 1):
-                    first = seed % len(servers)
-                    turn(servers[first:] + servers[:first], seed)
+                    turn(rotated(servers, seed), seed)
         self._tell(found)
 
     def _server(self, name: str, memory_tokens: int) -> Server:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.engine.served import DTYPE
+from benchmarks.engine.served import DTYPE, ITEM_BYTES
 
 
 class Chats(msgspec.Struct, frozen=True):
@@ -49,12 +49,11 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
 _LAYERS = int(os.environ.get("LAYERS", "4"))
 _HIDDEN = int(os.environ.get("HIDDEN", "512"))
-_ITEM_BYTES = 4 if DTYPE == "float32" else 2
 
 CPU = Scale(
     layers=_LAYERS,
     hidden=_HIDDEN,
-    token_bytes=_LAYERS * _HIDDEN * _ITEM_BYTES,  # half as many heads of keys and of values
+    token_bytes=_LAYERS * _HIDDEN * ITEM_BYTES,  # half as many heads of keys and of values
     dtype=DTYPE,
     own=16 << 10,
     memory=192 << 10,
