@@ -176,17 +176,24 @@ class ChoiceReader(Handler):
         self, spec: LoadStoreSpec, keys: Sequence[BlockKey], into: Sequence[Buffer]
     ) -> list[Outcome]:
         assert isinstance(spec, Numbers)
-        origins, places = self._choice.places(spec.slots)
-        outcomes: list[Outcome] = []
-        for origin, neighbours in groupby(origins):
-            some = slice(len(outcomes), len(outcomes) + len(list(neighbours)))
-            source = self._choice.sources[origin]
-            outcomes += source.read(places[some], keys[some], into[some])
+        outcomes = self.read(spec.slots, keys, into)
         for index, outcome in enumerate(outcomes):
             if outcome not in (Outcome.OK, Outcome.GONE, Outcome.CORRUPT):
                 outcomes[index] = Outcome.CORRUPT
                 with self._counting:
                     self.unread += 1
+        return outcomes
+
+    def read(
+        self, rows: Sequence[int], keys: Sequence[BlockKey], into: Sequence[Buffer]
+    ) -> list[Outcome]:
+        """Fill each buffer with a record, unproved."""
+        origins, places = self._choice.places(rows)
+        outcomes: list[Outcome] = []
+        for origin, neighbours in groupby(origins):
+            some = slice(len(outcomes), len(outcomes) + len(list(neighbours)))
+            source = self._choice.sources[origin]
+            outcomes += source.read(places[some], keys[some], into[some])
         return outcomes
 
     def store(
