@@ -188,10 +188,10 @@ def _of_vllm(words: Sequence[str]) -> Migration:
 
 
 def _chunks_of_vllm(found: Migration, extra: dict[str, Any]) -> None:
+    given, _ = _flags(found.flags, ("block-size",))
     block = _VLLM_BLOCK
-    if "--block-size" in found.flags:
-        at = found.flags.index("--block-size") + 1
-        block = int(_number(found.flags[at] if at < len(found.flags) else "", "--block-size"))
+    if given:
+        block = int(_number(given["block-size"][-1], "--block-size"))
     chunk = extra.pop("block_size", None)
     blocks = extra.pop("blocks_per_chunk", None)
     if blocks is not None:

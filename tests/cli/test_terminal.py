@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli import supervisor
+
 KEEPER = """
 import os, subprocess, sys
 from kvtier.cli import supervisor
@@ -115,6 +117,25 @@ class Terminal:
         self._heard.close()
         if self._end >= 0:
             self.hang_up()
+
+
+NAMELESS = """
+with open("/proc/self/comm", "wb", buffering=0) as name:
+    name.write(bytes([0xE2, 0x82]))
+print("named", flush=True)
+input()
+"""
+
+
+def test_a_process_may_be_called_half_a_letter() -> None:
+    """Linux cuts names after 15 bytes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMELESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"named\n"
+        assert process.pid in supervisor._children()
+        process.communicate(b"\n")
 
 
 @pytest.fixture

@@ -82,6 +82,14 @@ def test_all_tiers_of_vllms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     checked(text, tmp_path)
 
 
+@pytest.mark.parametrize("flag", ["--block-size 32", "--block-size=32", "--block_size=32"])
+def test_chunks_of_so_many_blocks(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = transfer(cpu_bytes_to_use=1 << 28, blocks_per_chunk=8)
+    stack, text = migrated(capsys, *flag.split(), "--kv-transfer-config", given)
+    assert stack["chunk_tokens"] == 8 * 32
+    assert f" -- {flag}\n" in text
+
+
 def test_lmcache_inside_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text(LMCACHE.format(folder=tmp_path))
