@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import supervisor
+from kvtier.vllm import server_process
 
 KEEPER = """
 import os, subprocess, sys
 from kvtier.cli import supervisor
+from kvtier.vllm import server_process
 supervisor.REMIND_S, supervisor.LEFT_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
 # As of a shell that has become this program.
 before = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -130,11 +132,15 @@ input()
 def test_a_process_may_be_called_half_a_letter() -> None:
     """Linux cuts names after 15 bytes."""
     with subprocess.Popen(
-        [sys.executable, "-c", NAMELESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", NAMELESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"named\n"
         assert process.pid in supervisor._children()
+        assert process.pid in server_process._session(process.pid)
         process.communicate(b"\n")
 
 

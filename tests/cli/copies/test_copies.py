@@ -254,9 +254,6 @@ class TestPrewarm:
         assert (report["already_there"], report["copied"]) == (2, BLOCKS - 2)
         assert served(fresh) == BLOCKS
 
-    def test_nothing_further_down(self, filled: Path) -> None:
-        assert "no tier further down" in command("prewarm", "-c", filled).err
-
 
 class Made(ChoiceReader):
     """Reads what a test makes up."""
