@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,9 +29,10 @@ from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
 from engines.engine import Engine
+from support.processes.mooncake_pool import StallingProxy
 
 from benchmarks.engine.served import DTYPE, Served, bucket_server, folders
-from benchmarks.engine.slow import slow_proxy, throttle
+from benchmarks.engine.slow import Rate, throttle
 from benchmarks.measure import median_ratio, rotated
 from benchmarks.report import Report
 
@@ -241,12 +243,28 @@ def main() -> None:
         bench.report.finish()
 
 
+class SlowWay(StallingProxy):
+    """To a server: so long for each request, and so many bytes a second of all answers."""
+
+    def __init__(self, target: str, seconds: float, bytes_a_second: float) -> None:
+        self._seconds = seconds
+        self._rate = Rate(bytes_a_second)
+        super().__init__(target)
+
+    def hold(self, data: bytes, *, asked: bool) -> None:
+        if asked:
+            time.sleep(self._seconds)
+        else:
+            self._rate.take(len(data))
+
+
 def compare_store(bench: Bench, folder: Path, stack: ExitStack) -> None:
     """The same with an S3 server on a way that takes time."""
     server = stack.enter_context(bucket_server(folder))
-    port = stack.enter_context(slow_proxy(server.port, STORE_SECONDS, STORE_BYTES))
+    way = SlowWay(f"127.0.0.1:{server.port}", STORE_SECONDS, STORE_BYTES)
+    stack.callback(way.close)
     store = {"kind": "object", "url": "s3://bucket/kv", "capacity": "16GiB"}
-    with bench.engine(store | {"endpoint": f"http://127.0.0.1:{port}"}) as engine:
+    with bench.engine(store | {"endpoint": f"http://{way.address}"}) as engine:
         bench.compare(engine, "store", STORE_BYTES)
 
 

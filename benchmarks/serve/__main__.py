@@ -1,12 +1,10 @@
-"""vLLM's own benchmark clients against servers: without a connector, with kvtier, with vLLM's own.
+"""vLLM's own benchmark clients against two servers: without a connector, and with kvtier.
 
     make bench-serve       # ONLY=prefix_repetition,timed_trace TRACE=requests.jsonl ROUNDS=3
     make bench-serve MULTI_TURN=vllm/benchmarks/multi_turn      # chats, too: vLLM's script is there
-    make bench-serve SCALE=gpu   # a model of eight billion weights, on a GPU
 
-The servers are asked the same in turns, and each round brings requests that nobody has seen. On a
-CPU, where vLLM's own offloading does not run, they live at the same time. On a GPU, which has room
-for one, each has all its rounds before the next one starts. The workloads:
+Both live at the same time and are asked the same in turns, and each round brings requests that
+nobody has seen. (vLLM's own offloading does not run on a CPU.) The workloads:
 
 - `prefix_repetition`: vLLM sends a prefix's requests back to back, so that they find each other in
   the engine's own cache. It runs twice: the second time the prefixes have left that cache.
@@ -23,22 +21,30 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from benchmarks.engine.served import Served, folders
+from benchmarks.engine.served import DTYPE, Served, folders
 from benchmarks.measure import rotated
 from benchmarks.report import Report
 from benchmarks.serve.clients import MULTI_TURN, Result
-from benchmarks.serve.scale import SCALE, weightless_model
+from benchmarks.serve.scale import (
+    BLOCK,
+    DECODED,
+    HIDDEN,
+    LAYERS,
+    LONGEST,
+    MEMORY,
+    OWN,
+    STEP,
+    THIRTY_USERS,
+)
 from benchmarks.serve.workloads import ROUNDS, Workloads
 from kvtier.vllm.server_process import Server
 
-WITHOUT, KVTIER, TIERING = "without", "kvtier", "vLLM's tiering"
+WITHOUT, KVTIER = "without", "kvtier"
 ALL = ("prefix_repetition", "timed_trace", "chats", "thirty_users")
 WORKLOADS = tuple(os.environ.get("ONLY", ",".join(ALL if MULTI_TURN else ALL[:2])).split(","))
-_BLOCK = 64
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -53,23 +59,17 @@ class Bench:
     """Servers, in turns."""
 
     def __init__(self, folder: Path, region: Path) -> None:
-        self._folder = folder
-        self._region = region
-        if SCALE.at_once:
-            self._model = Served(folder, region, SCALE.layers, SCALE.hidden).model
-        else:
-            self._model = weightless_model(folder / "model")
-        self._workloads = Workloads(folder, self._model)
-        shape = f"{SCALE.layers} layers of {SCALE.hidden}, {SCALE.dtype}"
-        self.report = Report(f"vLLM's own clients, {shape}")
+        self._served = Served(folder, region, LAYERS, HIDDEN)
+        self._workloads = Workloads(folder, self._served.model)
+        self.report = Report(f"vLLM's own clients, {LAYERS} layers of {HIDDEN}, {DTYPE}")
 
     def compare(self, workload: str) -> None:
         """All rounds of one workload."""
         ask: Callable[[Server, int], Result] = getattr(self._workloads, workload)
-        tokens = SCALE.memory
+        tokens = MEMORY
         if workload == "thirty_users":
-            users = SCALE.thirty_users
-            tokens = users.chats * (users.first + users.turns * (users.more + SCALE.decoded)) // 4
+            users = THIRTY_USERS
+            tokens = users.chats * (users.first + users.turns * (users.more + DECODED)) // 4
         found = defaultdict[str, list[Result]](list)
 
         def turn(servers: list[tuple[str, Server]], seed: int) -> None:
@@ -81,53 +81,27 @@ class Bench:
                     if seed:  # the first one warms up
                         found[f"{label}; {name}"].append(result)
 
-        groups = [(WITHOUT, KVTIER)] if SCALE.at_once else [(WITHOUT,), (KVTIER,), (TIERING,)]
-        for group in groups:
-            with ExitStack() as stack:
-                servers = [
-                    (name, stack.enter_context(self._server(name, tokens))) for name in group
-                ]
-                for seed in range(ROUNDS + 1):
-                    turn(rotated(servers, seed), seed)
+        with self._server(WITHOUT, tokens) as plain, self._server(KVTIER, tokens) as kept:
+            for seed in range(ROUNDS + 1):
+                turn(rotated([(WITHOUT, plain), (KVTIER, kept)], seed), seed)
         self._tell(found)
 
     def _server(self, name: str, memory_tokens: int) -> Server:
         """One of the contestants, with so much CPU memory for its cache."""
-        memory = memory_tokens * SCALE.token_bytes
-        flags = ["--dtype", SCALE.dtype, "--max-model-len", str(SCALE.longest)]
-        flags += ["--block-size", str(_BLOCK), "--max-num-batched-tokens", str(SCALE.step)]
-        flags += ["--num-gpu-blocks-override", str(SCALE.own // _BLOCK + 1)]
-        if not SCALE.at_once:
-            flags += ["--load-format", "dummy"]
-        if name == TIERING:
-            flags += ["--kv-transfer-config", json.dumps(self._tiering(memory))]
+        served = self._served
+        cpu, nvme = served.cpu(memory_tokens * served.token_bytes), served.nvme("16GiB")
+        stack = served.folder / "stack.yaml"
+        stack.write_text(json.dumps(served.stack(cpu, nvme)))
+        flags = ["--dtype", DTYPE, "--max-model-len", str(LONGEST)]
+        flags += ["--block-size", str(BLOCK), "--max-num-batched-tokens", str(STEP)]
+        flags += ["--num-gpu-blocks-override", str(OWN // BLOCK + 1)]
         return Server.start(
-            str(self._model),
-            self._stack(memory) if name == KVTIER else None,
+            str(served.model),
+            stack if name == KVTIER else None,
             flags,
-            log=self._folder / f"{name}.log",
+            log=served.folder / f"{name}.log",
             environment=_ENVIRONMENT,
         )
-
-    def _stack(self, memory: int) -> Path:
-        cpu = {"kind": "cpu", "path": str(self._region), "capacity": memory}
-        nvme = {"kind": "nvme", "path": str(self._folder / "blocks"), "capacity": "16GiB"}
-        path = self._folder / "stack.yaml"
-        path.write_text(json.dumps({"version": 1, "name": "bench", "tiers": [cpu, nvme]}))
-        return path
-
-    def _tiering(self, memory: int) -> dict[str, object]:
-        root = self._folder / "tiering"
-        root.mkdir(exist_ok=True)
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "TieringOffloadingSpec",
-                "cpu_bytes_to_use": memory,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
-            },
-        }
 
     def _tell(self, found: dict[str, list[Result]]) -> None:
         for label, results in found.items():
@@ -137,16 +111,14 @@ class Bench:
             self.report.add(f"{label}: first token, 90 % within", p90, "s")
             rate = median(each.tokens_a_second for each in results)
             self.report.add(f"{label}: prompt tokens a second", rate, "tokens/s")
-        for label, theirs in found.items():
-            case, name = label.split("; ")
-            ours = found.get(f"{case}; {KVTIER}", [])
-            if name == KVTIER or not ours:
-                continue
-            pairs = list(zip(ours, theirs, strict=True))
+        for case in [
+            label.removesuffix(f"; {KVTIER}") for label in found if label.endswith(KVTIER)
+        ]:
+            pairs = list(zip(found[f"{case}; {KVTIER}"], found[f"{case}; {WITHOUT}"], strict=True))
             first = median(our.mean_first_s / their.mean_first_s for our, their in pairs)
-            self.report.add(f"{case}: mean first token, kvtier to {name}", first, "x")
+            self.report.add(f"{case}: mean first token, kvtier to {WITHOUT}", first, "x")
             rate = median(our.tokens_a_second / their.tokens_a_second for our, their in pairs)
-            self.report.add(f"{case}: tokens a second, kvtier to {name}", rate, "x")
+            self.report.add(f"{case}: tokens a second, kvtier to {WITHOUT}", rate, "x")
 
 
 def main() -> None:

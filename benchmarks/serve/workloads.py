@@ -12,7 +12,17 @@ from pathlib import Path
 from benchmarks.engine.trace import PART, TRACE, conversations
 from benchmarks.eviction.workloads import paces
 from benchmarks.serve.clients import Clients, Result
-from benchmarks.serve.scale import SCALE, Chats
+from benchmarks.serve.scale import (
+    BLOCK,
+    CHATS,
+    DECODED,
+    LONGEST,
+    OWN,
+    PREFIX,
+    SUFFIX,
+    THIRTY_USERS,
+    Chats,
+)
 from kvtier.cli.trace_simulation import Request, read_trace
 from kvtier.vllm.server_process import Server
 
@@ -31,11 +41,11 @@ class Workloads:
 
     def prefix_repetition(self, server: Server, seed: int) -> Result:
         """Twice as many prefixes as the engine's own cache holds, four requests of each."""
-        prefixes = 2 * SCALE.own // (SCALE.prefix + SCALE.suffix)
-        options = ["--prefix-repetition-prefix-len", str(SCALE.prefix)]
-        options += ["--prefix-repetition-suffix-len", str(SCALE.suffix), "--max-concurrency", "8"]
+        prefixes = 2 * OWN // (PREFIX + SUFFIX)
+        options = ["--prefix-repetition-prefix-len", str(PREFIX)]
+        options += ["--prefix-repetition-suffix-len", str(SUFFIX), "--max-concurrency", "8"]
         options += ["--prefix-repetition-num-prefixes", str(prefixes)]
-        options += ["--prefix-repetition-output-len", str(SCALE.decoded), "--ignore-eos"]
+        options += ["--prefix-repetition-output-len", str(DECODED), "--ignore-eos"]
         name = "prefix_repetition"
         return self._clients.bench(server.url, 4 * prefixes, name, seed, *options)
 
@@ -48,17 +58,17 @@ class Workloads:
             chosen = chosen[seed * REQUESTS : (seed + 1) * REQUESTS]
             _write_trace(path, chosen, self._pace(server, chosen))
         options = ["--dataset-path", str(path), "--timed-trace-sec-multiplier", "0.001"]
-        options += ["--timed-trace-chunk-hash-size", str(SCALE.trace_block)]
+        options += ["--timed-trace-chunk-hash-size", str(BLOCK)]
         count = len(path.read_text().splitlines())
         return self._clients.bench(server.url, count, "timed_trace", seed, *options)
 
     def chats(self, server: Server, seed: int) -> Result:
         """More of them than the engine's own cache holds."""
-        return self._chats(server, seed, SCALE.chats)
+        return self._chats(server, seed, CHATS)
 
     def thirty_users(self, server: Server, seed: int) -> Result:
         """Chats that all go on at the same time."""
-        return self._chats(server, seed, SCALE.thirty_users)
+        return self._chats(server, seed, THIRTY_USERS)
 
     def _chats(self, server: Server, seed: int, sizes: Chats) -> Result:
         return self._clients.chat(
@@ -69,7 +79,7 @@ class Workloads:
             turns=sizes.turns,
             first=sizes.first,
             more=sizes.more,
-            said=SCALE.decoded,
+            said=DECODED,
         )
 
     def _pace(self, server: Server, requests: Sequence[Request]) -> float:
@@ -80,13 +90,13 @@ class Workloads:
         fresh = [dice.choices(range(256), k=length) for _ in range(_PACE_PROMPTS)]
         begin = time.perf_counter()
         for each in fresh:
-            server.complete(self._model, each, SCALE.decoded)
+            server.complete(self._model, each, DECODED)
         a_token = (time.perf_counter() - begin) / sum(map(len, fresh))
         return tokens * a_token / PART / (requests[-1].time - requests[0].time)
 
 
 def _length(request: Request) -> int:
-    return min(len(request.blocks) * SCALE.trace_block, SCALE.longest - 2 * SCALE.decoded)
+    return min(len(request.blocks) * BLOCK, LONGEST - 2 * DECODED)
 
 
 def _write_trace(path: Path, requests: Sequence[Request], pace: float) -> None:
@@ -95,7 +105,7 @@ def _write_trace(path: Path, requests: Sequence[Request], pace: float) -> None:
             line = {
                 "timestamp": round((request.time - requests[0].time) * pace * 1000),
                 "input_length": _length(request),
-                "output_length": SCALE.decoded,
+                "output_length": DECODED,
                 "hash_ids": [int(block) for block in request.blocks],
             }
             file.write(json.dumps(line) + "\n")
