@@ -150,6 +150,10 @@ def test_what_looks_like_a_variable_is_none(
         (["--kv-transfer-config", '{"kv_connector": "Nixl"}'], "Nixl is no offloading of vLLM's"),
         (["--port", "8000"], "--kv-offloading-size: is missing"),
         (["lmcache", "server"], "--l1-size-gb: is missing"),
+        (
+            ["--l1-size-gb=1", "--l2-adapter", '{"type": "s3", "s3_endpoint": "[::1"}'],
+            "s3://[::1: is no url: Invalid IPv6 URL",
+        ),
     ],
 )
 def test_what_cannot_be_read(

@@ -163,6 +163,7 @@ class TestInATerminal:
         ("args", "says"),
         [
             (["file:///etc/passwd"], "is no server; write http://host:8000"),
+            (["http://[::1"], "is no server; write http://host:8000"),
             (["http://a:b@host:8000"], "a password would be shown"),
             (["--every", "1ms"], "is too often"),
             (["--port", "9000"], "says nothing without --page"),
