@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # a third of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-handover bench-pool bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-soak bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
+.PHONY: serve demo test test-vllm test-vllm033 test-doors test-sglang vllm-drill bench-vllm bench-prefetch bench-handover bench-pool bench-agents bench-lmcache bench-trace bench-serve venv-vllm check fix lint lint-deploy docs docs-site dist dist-demo lock clean venv bench-nvme bench-host-loads bench-object bench-prewarm bench-gpu gpu-all gpu-sanitize gpu-needs gpu-wheels bench-step bench-gpu-ready gpu-engine gpu-engine-wheels bench-wear campaign fuzz
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/pytest $(SHARED) -m "not vllm and not gpu"
@@ -222,10 +222,6 @@ bench-nvme: $(VLLM_STAMP)
 # A prompt's blocks from CPU memory to KV tensors, proved, beside plain copies of the same bytes.
 bench-host-loads: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m benchmarks.tiers.host_loads
-
-# Servers that live for an hour while everything goes wrong: make bench-soak MINUTES=240 SEED=2
-bench-soak: $(VLLM_STAMP) $(STAMP)
-	PYTHONPATH=tests $(VLLM_BIN)/python -m benchmarks.soak
 
 # On a machine with a CUDA device whose $(PYTHON) has torch: tests, then measurements, in under eight
 # minutes. Where nothing can be downloaded, `make gpu-wheels` elsewhere fills .gpu-wheels before.

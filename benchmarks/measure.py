@@ -6,10 +6,12 @@ import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Taken(NamedTuple):
@@ -27,16 +29,21 @@ class Taken(NamedTuple):
         return median(self.cpus[name])
 
 
+def rotated(contestants: Iterable[T], turn: int) -> list[T]:
+    """All of them; another one is the first in each turn."""
+    every = list(contestants)
+    first = turn % len(every)
+    return every[first:] + every[:first]
+
+
 def in_turns(
     contestants: Mapping[str, Callable[[], object]], turns: int, warm_up: int = 1
 ) -> Taken:
     """Run all of them in every turn, beginning with another one each time; the first turns warm up
     and do not count."""
     taken = Taken(defaultdict(list), defaultdict(list))
-    names = list(contestants)
     for turn in range(turns + warm_up):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in rotated(contestants, turn):
             cpu, wall = time.process_time(), time.perf_counter()
             contestants[name]()
             if turn >= warm_up:

@@ -1,4 +1,4 @@
-"""Children of a round that are killed: what they are started with, and what they said before."""
+"""Rounds, and children of theirs that are killed: how they start, and what they said before."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Child:
         self.lines += [line.decode() for line in lines]
 
     def kill(self) -> None:
-        """Kill it, and take in the rest of what it said."""
+        """As kill -9 does."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 

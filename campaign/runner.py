@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import platform
-import select
 import shutil
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from campaign.children import Child, Say
 from campaign.round import Finding, Result, Round, Scenario
 from kvtier import __version__
 from kvtier.system.disk import lock_within
@@ -33,8 +33,8 @@ _WRITE_S = 5.0
 _TELL_S = 60.0
 _NOTES_MAX = 64
 _BEAT_S = 0.25
-_BEAT = b"\0"
-"""Not in a result, which is JSON."""
+_LOOKS = 10
+"""In the time after which a round that counts nothing hangs."""
 
 
 class Tally(msgspec.Struct):
@@ -153,62 +153,47 @@ class Runner:
 
 def _in_process(scenario: Scenario, round: Round) -> Result:
     """Play a round in a child: one that dies or hangs is a finding, and leaves nothing behind."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if not child:
-        _be_the_child(scenario, round, write_end)
-    os.close(write_end)
-    said, hangs = b"", False
+    child = Child(lambda say: _play(scenario, round, say))
+    quiet = heard = 0
     try:
-        said, hangs = _listen(read_end, scenario.limit_s)
+        while quiet < _LOOKS and child.listen(scenario.limit_s / _LOOKS):
+            quiet = quiet + 1 if len(child.lines) == heard else 0
+            heard = len(child.lines)
     finally:
-        os.close(read_end)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # with all that it has started
-        _, status = os.waitpid(child, 0)
-    if said:
-        return msgspec.json.decode(said, type=Result)
-    why = "hangs" if hangs else f"died: status {status}"
+            os.killpg(child.pid, signal.SIGKILL)  # with all that it has started
+        status = child.wait()
+    if said := child.told("result"):
+        return msgspec.json.decode(said[0], type=Result)
+    why = "hangs" if quiet == _LOOKS else f"died: status {status}"
     return Result({}, [f"the round {why}"])
 
 
-def _listen(pipe: int, seconds: float) -> tuple[bytes, bool]:
-    """What a child says until it ends, and whether it came no further for so long."""
-    said, end = b"", time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        if select.select([pipe], [], [], left)[0]:
-            if not (chunk := os.read(pipe, 1 << 16)):
-                return said, False
-            end = time.monotonic() + seconds
-            said += chunk.replace(_BEAT, b"")
-    return said, True
-
-
-def _be_the_child(scenario: Scenario, round: Round, pipe: int) -> None:
+def _play(scenario: Scenario, round: Round, say: Say) -> None:
+    """In the child."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.getLogger().addHandler(logging.NullHandler())  # what is damaged is warned of
     ended = threading.Event()
-    beats = threading.Thread(target=_tell_progress, args=(round, pipe, ended), daemon=True)
+    beats = threading.Thread(target=_tell_progress, args=(round, say, ended), daemon=True)
     beats.start()
     try:
         scenario.play(round)
-    except BaseException:  # a child must never return into its parent's stack
+    except BaseException:  # whatever it is
         round.found(traceback.format_exc())
     ended.set()
     beats.join()
-    os.write(pipe, msgspec.json.encode(round.result))
-    os._exit(0)
+    say(f"result {msgspec.json.encode(round.result).decode()}")
 
 
-def _tell_progress(round: Round, pipe: int, ended: threading.Event) -> None:
+def _tell_progress(round: Round, say: Say, ended: threading.Event) -> None:
     """Tell whenever the round has counted something: where others have the machine, a round takes
     minutes, and does not hang."""
     before = 0
     while not ended.wait(_BEAT_S):
         if (counted := sum(list(round.counts.values()))) != before:
             before = counted
-            os.write(pipe, _BEAT)
+            say("beat")
 
 
 def _versions() -> str:

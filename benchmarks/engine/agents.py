@@ -22,7 +22,7 @@ from typing import Any
 
 from engines.engine import Engine
 
-from benchmarks.engine.served import DTYPE, Served, folders
+from benchmarks.engine.served import DTYPE, Served, folders, own_cache
 from benchmarks.eviction.hints import (
     BLOCK,
     REQUESTS,
@@ -32,7 +32,7 @@ from benchmarks.eviction.hints import (
     sessions,
     simulate_all,
 )
-from benchmarks.measure import median_ratio
+from benchmarks.measure import median_ratio, rotated
 from benchmarks.report import Report
 from kvtier.record.record import record_bytes
 
@@ -55,24 +55,21 @@ class Bench(Served):
 
     def engine(self, name: str, size: float, region: Path) -> Engine:
         """One of them, with so large a part of what is asked in CPU memory."""
-        # Keys and values of half as many heads as the model has.
-        payload = BLOCK * LAYERS * HIDDEN * (4 if DTYPE == "float32" else 2)
-        room = int(size * self.blocks_of_all) * (record_bytes(payload) + 64) + (64 << 10)
+        block = record_bytes(BLOCK * self.token_bytes) + 64
+        room = int(size * self.blocks_of_all) * block + (64 << 10)
         cpu = self.cpu(room, eviction="lru" if name == LRU else "adaptive") | {"path": str(region)}
         stack = self.stack(cpu, chunk_tokens=BLOCK, retain={"share": SHARE})
-        # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
-        own: dict[str, Any] = {"num_gpu_blocks_override": OWN_TOKENS // BLOCK, "block_size": BLOCK}
+        own = own_cache(OWN_TOKENS // BLOCK, BLOCK)
         return self.start(stack, TOKENS_MAX, max_num_seqs=RUNNING, **own)
 
     def compare(self, size: float, engines: dict[str, Engine]) -> None:
         """All rounds; of the engines another one is asked first each time."""
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        names = list(engines)
         for asked in self.rounds:
             begin, pace = time.perf_counter(), ROUND_S / asked[-1].at
             for number, each in enumerate(asked):
                 time.sleep(max(0.0, begin + each.at * pace - time.perf_counter()))
-                for name in names[number % len(names) :] + names[: number % len(names)]:
+                for name in rotated(engines, number):
                     said = each.said if name == HINTS else None
                     found[name].append(engines[name].first_token(prompt=each.prompt, said=said))
             for engine in engines.values():

@@ -12,7 +12,6 @@ both ways round, with a prompt that the other has to compute itself.
 from __future__ import annotations
 
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,10 +19,9 @@ from statistics import median
 from typing import Any
 
 from engines.engine import Engine
-from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
 from support.processes.mooncake_pool import MooncakePool
 
-from benchmarks.engine.served import DTYPE, Served, folders
+from benchmarks.engine.served import DTYPE, Served, bucket_server, folders
 from benchmarks.measure import median_ratio
 from benchmarks.report import Report
 
@@ -89,15 +87,13 @@ class Bench(Served):
 
 
 def main() -> None:
-    os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with folders() as (folder, region):
         bench = Bench(folder, region)
         for way in WAYS:
             with ExitStack() as stack:
                 tiers = []
                 if way == "bucket":
-                    program = Path(sys.prefix).with_name(".venv") / "bin/rclone"
-                    server = stack.enter_context(rclone(folder, program))
+                    server = stack.enter_context(bucket_server(folder))
                     bucket = {"kind": "object", "url": "s3://bucket/kv", "capacity": "16GiB"}
                     tiers = [bucket | {"endpoint": server.endpoint, "refresh": "200ms"}]
                 elif way == "mooncake":

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
+import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,11 +29,11 @@ from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
 from engines.engine import Engine
-from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone
+from support.processes.mooncake_pool import StallingProxy
 
-from benchmarks.engine.served import DTYPE, Served, folders
-from benchmarks.engine.slow import slow_proxy, throttle
-from benchmarks.measure import median_ratio
+from benchmarks.engine.served import DTYPE, Served, bucket_server, folders
+from benchmarks.engine.slow import Rate, throttle
+from benchmarks.measure import median_ratio, rotated
 from benchmarks.report import Report
 
 HONEST, HONEST_TOKENS = 16, 16
@@ -80,9 +80,8 @@ def compare_storm(
         rates = defaultdict[int, list[float]](list)
         for turn in range(_STORM_WARM_ROUNDS + rounds):
             honest = stored or [served.prompt(SHORT_TOKENS) for _ in range(HONEST)]
-            at = turn % len(order)
             answers = []
-            for contestant in order[at:] + order[:at]:
+            for contestant in rotated(order, turn):
                 told = _besiege(engine, contestant, honest, hostile, running + 2)
                 answers.append(told["answers"])
                 if turn >= _STORM_WARM_ROUNDS:
@@ -224,7 +223,6 @@ def empty(folder: Path) -> None:
 
 
 def main() -> None:
-    os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with folders() as (folder, region), ExitStack() as stack:
         bench = Bench(folder, region)
         throttle(folder, DISK_BYTES)
@@ -245,13 +243,28 @@ def main() -> None:
         bench.report.finish()
 
 
+class SlowWay(StallingProxy):
+    """To a server: so long for each request, and so many bytes a second of all answers."""
+
+    def __init__(self, target: str, seconds: float, bytes_a_second: float) -> None:
+        self._seconds = seconds
+        self._rate = Rate(bytes_a_second)
+        super().__init__(target)
+
+    def hold(self, data: bytes, *, asked: bool) -> None:
+        if asked:
+            time.sleep(self._seconds)
+        else:
+            self._rate.take(len(data))
+
+
 def compare_store(bench: Bench, folder: Path, stack: ExitStack) -> None:
     """The same with an S3 server on a way that takes time."""
-    program = Path(sys.prefix).with_name(".venv") / "bin/rclone"
-    server = stack.enter_context(rclone(folder, program))
-    port = stack.enter_context(slow_proxy(server.port, STORE_SECONDS, STORE_BYTES))
+    server = stack.enter_context(bucket_server(folder))
+    way = SlowWay(f"127.0.0.1:{server.port}", STORE_SECONDS, STORE_BYTES)
+    stack.callback(way.close)
     store = {"kind": "object", "url": "s3://bucket/kv", "capacity": "16GiB"}
-    with bench.engine(store | {"endpoint": f"http://127.0.0.1:{port}"}) as engine:
+    with bench.engine(store | {"endpoint": f"http://{way.address}"}) as engine:
         bench.compare(engine, "store", STORE_BYTES)
 
 

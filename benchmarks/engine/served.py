@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import engines.engine
 from engines.engine import Engine
@@ -18,12 +18,16 @@ from engines.engine import Engine
 from kvtier.testing.subject import make_memory_folder
 from kvtier.vllm import tiny_model
 
+if TYPE_CHECKING:
+    from support.object.object_servers import ServerProcess
+
 HOST = Path(engines.engine.__file__).with_name("hosts") / "stopwatch.py"
 CPU_INFO = Path("/proc/cpuinfo")
 DTYPE = os.environ.get("DTYPE") or (
     "float32" if CPU_INFO.exists() and "_bf16" not in CPU_INFO.read_text() else "bfloat16"
 )
 """Without instructions for bfloat16, matrices of float32 are multiplied many times as fast."""
+ITEM_BYTES = 4 if DTYPE == "float32" else 2
 
 
 class Served:
@@ -34,6 +38,8 @@ class Served:
         self.region = region
         self.blocks = folder / "blocks"
         name = f"bench-{layers}-{hidden}"
+        self.token_bytes = layers * hidden * ITEM_BYTES
+        """Of KV cache: keys and values of half as many heads as the model has."""
         self.model = tiny_model.build(Path(sys.prefix) / "models" / name, "llama", layers, hidden)
         self._seed = 0
 
@@ -71,6 +77,20 @@ class Served:
             max_num_batched_tokens=2048,
             **more,
         )
+
+
+def own_cache(blocks: int, block_tokens: int) -> dict[str, Any]:
+    """So large an engine's own cache; as bytes the environment's VLLM_CPU_KVCACHE_SPACE would go
+    before it."""
+    return {"num_gpu_blocks_override": blocks, "block_size": block_tokens}
+
+
+def bucket_server(folder: Path) -> ServerProcess:
+    """An S3 server with its bucket in this folder; engines find its keys in the environment."""
+    from support.object.object_servers import ACCESS_KEY, SECRET_KEY, rclone  # which needs boto3
+
+    os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+    return rclone(folder, Path(sys.prefix).with_name(".venv") / "bin/rclone")
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 from engines.engine import Engine
 
-from benchmarks.engine.served import DTYPE, Served, folders
+from benchmarks.engine.served import DTYPE, Served, folders, own_cache
 from benchmarks.eviction.workloads import paces
+from benchmarks.measure import rotated
 from benchmarks.report import Report
 from kvtier.cli.trace_simulation import Request, read_trace
 
@@ -91,13 +92,10 @@ class Bench(Served):
 
     def engine(self, name: str) -> Engine:
         """One of them."""
-        # Keys and values of half as many heads as the model has.
-        token = LAYERS * HIDDEN * (4 if DTYPE == "float32" else 2)
         own = self.tokens + OWN_TOKENS if name == ENDLESS else OWN_TOKENS
-        tiers = self.cpu(self.tokens * token // 3), self.nvme("16GiB")
+        tiers = self.cpu(self.tokens * self.token_bytes // 3), self.nvme("16GiB")
         stack = self.stack(*tiers, chunk_tokens=BLOCK)
-        # Not as bytes: the environment's VLLM_CPU_KVCACHE_SPACE would go before those.
-        more: dict[str, Any] = {"num_gpu_blocks_override": own // BLOCK + 1, "block_size": BLOCK}
+        more = own_cache(own // BLOCK + 1, BLOCK)
         return self.start(stack if name == OURS else None, TOKENS_MAX, **more)
 
     def replay(self, engines: dict[str, Engine]) -> None:
@@ -106,11 +104,10 @@ class Bench(Served):
         self.report.add("the trace takes", self.asked[-1].at * pace, "s")
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         size = -(-len(self.asked) // SLICES)
-        names = list(engines)
         for number in range(SLICES):
             part = self.asked[number * size : (number + 1) * size]
             timed = [((each.at - part[0].at) * pace, each.prompt) for each in part]
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in rotated(engines, number):
                 found[name].append(engines[name].replay(requests=timed, tokens=DECODED))
         self._tell(found)
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.eviction.reference_policies import new_policy
-from benchmarks.eviction.replay import replay, replay_belady
+from benchmarks.eviction.replay import block_keys, replay, replay_belady
 from benchmarks.report import Report
 from kvtier.cli.trace_simulation import Request
-from kvtier.eviction import DEFAULT, UNKNOWN
+from kvtier.eviction import DEFAULT
 from kvtier.eviction.retention import RetainedBlocks, RetainingPolicy
 from kvtier.types import BlockKey
 
@@ -97,65 +97,36 @@ def requests_of(asked: Iterable[Asked]) -> list[Request]:
     ]
 
 
-class HintedTier:
-    """A tier of so many blocks, of which a share may be retained."""
-
-    def __init__(self, capacity: int, policy: str, share: float) -> None:
-        self._now = 0.0
-        self._slots: dict[BlockKey, int] = {}
-        self._keys = [BlockKey(b"")] * capacity
-        self._free = list(range(capacity))
-        self._retained = RetainedBlocks(lambda: self._now)
-        self._retained.allow(int(capacity * share))
-        self._policy = RetainingPolicy(
-            new_policy(policy),
-            lambda slot: self._keys[slot] in self._retained,
-            self._retained.__len__,
-        )
-        self._policy.resize(capacity)
-
-    def ask(self, request: Request, session: str, *, over: bool) -> int:
-        """A request, and what it says of its session: how many of its blocks are found."""
-        self._now = request.time
-        keys = [BlockKey(block.to_bytes(8, "big")) for block in request.blocks]
-        found = next((at for at, key in enumerate(keys) if key not in self._slots), len(keys))
-        slots = [self._slots[key] for key in keys[:found]]
-        if slots:
-            self._policy.use(slots, keys[:found], self._now, UNKNOWN, len(keys) - found)
-        self._store(keys)
-        rest = [key for key in keys[found:] if key in self._slots]
-        if rest:
-            after = slots[-1] if slots else UNKNOWN
-            self._policy.use([self._slots[key] for key in rest], rest, self._now, after)
-        if over:
-            self._retained.release(session)
-            self._policy.release(self._here(k for k in keys if not self._retained.wanted(k)))
-        else:
-            self._retained.retain(keys, session, math.inf, self._slots.__contains__)
-        self._policy.give_back(self._here(self._retained.take_ended()))
-        return found
-
-    def _here(self, keys: Iterable[BlockKey]) -> list[int]:
-        return [self._slots[key] for key in keys if key in self._slots]
-
-    def _store(self, keys: list[BlockKey]) -> None:
-        """What is not here yet, as far as there is room beside the rest of the prompt."""
-        mine = set(self._here(keys))
-        new = [key for key in keys if key not in self._slots][: len(self._keys) - len(mine)]
-        for slot in self._policy.evict(len(new) - len(self._free), mine):
-            del self._slots[self._keys[slot]]
-            self._free.append(slot)
-        for key in new:
-            slot = self._free.pop()
-            self._slots[key], self._keys[slot] = slot, key
-
-
 def hinted_percent(asked: list[Asked], capacity: int, share: float) -> float:
     """How many of the blocks are found, with the default policy and hints."""
-    tier, found, requests = HintedTier(capacity, DEFAULT, share), 0, requests_of(asked)
-    for each, request in zip(asked, requests, strict=True):
-        found += tier.ask(request, each.said["session"], over="release" in each.said)
-    return 100.0 * found / sum(len(request.blocks) for request in requests)
+    requests = requests_of(asked)
+    names = block_keys(requests)
+    key_at: dict[int, BlockKey] = {}
+    retained = RetainedBlocks(lambda: 0.0)  # no hint has an end
+    retained.allow(int(capacity * share))
+    policy = RetainingPolicy(
+        new_policy(DEFAULT), lambda slot: key_at[slot] in retained, retained.__len__
+    )
+
+    def heed(number: int, slot_of: Mapping[int, int]) -> None:
+        """What the request says of its session, after it was served."""
+        said, blocks = asked[number].said, requests[number].blocks
+        slots = {BlockKey(names[block]): slot_of[block] for block in blocks if block in slot_of}
+        key_at.update((slot, key) for key, slot in slots.items())
+        if "release" in said:
+            retained.release(said["session"])
+            policy.release([slot for key, slot in slots.items() if not retained.wanted(key)])
+        else:
+            keys = [BlockKey(names[block]) for block in blocks]
+            retained.retain(keys, said["session"], math.inf, lambda key: _block(key) in slot_of)
+        ended = map(_block, retained.take_ended())
+        policy.give_back([slot_of[block] for block in ended if block in slot_of])
+
+    return replay(requests, policy, capacity, keys=names, served=heed).percent
+
+
+def _block(key: bytes) -> int:
+    return int.from_bytes(key, "big")
 
 
 def simulate_all(report: Report) -> None:

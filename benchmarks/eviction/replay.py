@@ -8,7 +8,7 @@ looked up, its new blocks when they are stored.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.cli.trace_simulation import Request
@@ -39,11 +39,12 @@ def replay(
     capacity: int,
     count_from: int = 0,
     keys: dict[int, bytes] | None = None,
+    served: Callable[[int, Mapping[int, int]], None] = lambda number, slot_of: None,
 ) -> Result:
     """Run a trace through a tier of `capacity` blocks that evicts by this policy (a new one).
 
     Blocks of a request beyond the capacity are not stored. Requests before `count_from` only warm
-    the tier up.
+    the tier up. `served` is told each request's number after it, and where all blocks are then.
     """
     if capacity < 1:
         raise ValueError("the capacity must be at least one block")
@@ -68,26 +69,26 @@ def replay(
         request_keys = [names[block] for block in blocks[:capacity]]
         if hit:
             policy.use(slots, request_keys[:hit], time, ahead=len(stored))
-        if not stored:
-            continue
-        after = slots[-1] if slots else UNKNOWN
-        held = [slot_of[block] for block in stored if block in slot_of]
-        missing = len(stored) - len(held) - len(free)
-        if missing > 0:
-            evicted = policy.evict(missing, {*slots, *held})
-            evictions += len(evicted)
-            for slot in evicted:
-                del slot_of[block_at[slot]]
-            free += evicted
-        landed: list[int] = []
-        for block in stored:
-            slot = slot_of.get(block, UNKNOWN)
-            if slot == UNKNOWN:
-                slot = free.pop()
-                slot_of[block] = slot
-                block_at[slot] = block
-            landed.append(slot)
-        policy.use(landed, request_keys[hit:], time, after=after)
+        if stored:
+            after = slots[-1] if slots else UNKNOWN
+            held = [slot_of[block] for block in stored if block in slot_of]
+            missing = len(stored) - len(held) - len(free)
+            if missing > 0:
+                evicted = policy.evict(missing, {*slots, *held})
+                evictions += len(evicted)
+                for slot in evicted:
+                    del slot_of[block_at[slot]]
+                free += evicted
+            landed: list[int] = []
+            for block in stored:
+                slot = slot_of.get(block, UNKNOWN)
+                if slot == UNKNOWN:
+                    slot = free.pop()
+                    slot_of[block] = slot
+                    block_at[slot] = block
+                landed.append(slot)
+            policy.use(landed, request_keys[hit:], time, after=after)
+        served(number, slot_of)
     return Result(references, hits, evictions)
 
 

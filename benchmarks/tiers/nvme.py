@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import rotated
 from benchmarks.report import Report
 from benchmarks.tiers.catalogue import measure_catalogue
 from benchmarks.tiers.pages import Pages, Slots, open_tier, slots_of
@@ -183,8 +184,7 @@ def compare(report: Report, label: str, payload: int, folder: Path, rounds: int)
     cpus: Measured = defaultdict(list)
     contestants = [kvtier, *peers]
     for number in range(rounds + 2):
-        turn = number % len(contestants)
-        for contestant in contestants[turn:] + contestants[:turn]:
+        for contestant in rotated(contestants, number):
             for jobs in (1, MANY):
                 if contestant is kvtier:
                     kvtier.prepare()

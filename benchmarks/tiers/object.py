@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,14 +36,11 @@ from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
-from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.eviction import create_policy
-from kvtier.record.record import HEADER_BYTES
 from kvtier.types import BlockKey, Namespace
 
 SIZES = {"256 KiB": 256 << 10, "2 MiB": 2 << 20, "16 MiB": 16 << 20}
@@ -278,75 +274,10 @@ def _learn(store: FileStore, namespace: Namespace, keys: list[BlockKey]) -> floa
     return spent
 
 
-class ListedStore(FileStore):
-    """A folder of manifests beside a million blocks that only a listing knows."""
-
-    def __init__(self, root: Path, names: list[str]) -> None:
-        super().__init__(root)
-        self._names = names
-
-    def list(
-        self, prefix: str = "", *, after: str = "", deadline: float | None = None
-    ) -> Iterator[ObjectInfo]:
-        if prefix:
-            yield from super().list(prefix, after=after, deadline=deadline)
-            return
-        yield from (ObjectInfo(name, 2 << 20, 1.7e9) for name in self._names)
-
-
-def auditing(report: Report, count: int) -> None:
-    """What a busy thread sees of an audit beside it: how long the turns of a loop take."""
-    namespace = Namespace(facts={"model": "benchmark"}, group_bytes=((2 << 20) - HEADER_BYTES,))
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        raw = os.urandom(36 * count)
-        keys = [BlockKey(raw[at : at + 36]) for at in range(0, len(raw), 36)]
-        names = [block_name(namespace.id, key) for key in keys]
-        store = ListedStore(Path(folder) / "store", names)
-        now_us = int(time.time() * 1e6)
-        entries = manifest.pack_entries(
-            manifest.ADDED, keys, [0] * count, [2 << 20] * count, range(now_us, now_us + count)
-        )
-        Journal(store, namespace.id).append(entries)
-        keeper = Keeper(store, namespace, Limits(1 << 60, 5.0, 600.0))
-        tier = ObjectTier(keeper, create_policy())
-        keeper.open(tier.offered)
-        tier.start()
-        keeper.refresh()
-        tier.start()
-        keeper.start()
-        alone = busy_loop(lambda: False, 2.0)
-        keeper._next_audit = 0.0
-        auditor = threading.Thread(target=keeper.run_once)
-        began = time.perf_counter()
-        auditor.start()
-        beside = busy_loop(lambda: not auditor.is_alive(), 300.0)
-        spent = time.perf_counter() - began
-        auditor.join()
-        keeper.close()
-    label = f"audit of {count:,} keys"
-    report.add(f"{label}, time", spent, "s")
-    for part, name in ((0.5, "median"), (0.99, "p99"), (0.9999, "p99.99"), (1.0, "longest")):
-        for figures, when in ((alone, "without"), (beside, "beside")):
-            at = min(len(figures) - 1, int(part * len(figures)))
-            report.add(f"{label}, loop of 100 us {when} it, {name}", figures[at] * 1e6, "us")
-
-
-def busy_loop(over: Callable[[], bool], longest_s: float) -> list[float]:
-    """How long each turn of a loop took that needs 100 us if nobody disturbs it, sorted."""
-    turns = []
-    end = time.perf_counter() + longest_s
-    while not over() and (begin := time.perf_counter()) < end:
-        while time.perf_counter() < begin + 1e-4:
-            pass
-        turns.append(time.perf_counter() - begin)
-    return sorted(turns)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--endpoint")
-    parser.add_argument("--audit", type=int, metavar="KEYS", help="only what an audit costs")
     parser.add_argument("--memory", nargs=2, metavar=("CLIENT", "ENDPOINT"))
     options = parser.parse_args()
     if options.endpoint:
@@ -362,11 +293,6 @@ def main() -> None:
     )
     if options.memory:
         print_memory(*options.memory)
-        return
-    if options.audit:
-        report = Report("An audit beside a busy thread")
-        auditing(report, options.audit)
-        report.finish()
         return
     report = Report("Object clients against a static server, 32 in flight")
     with static_server() as endpoint:

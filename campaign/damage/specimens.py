@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,24 +178,19 @@ def by_tier(specimen: Specimen) -> set[BlockKey]:
         rig.close()
 
 
-def by_stack(specimen: Specimen, host: Path, mover: MoverMode = MoverMode.THREADS) -> set[BlockKey]:
-    """What a whole stack serves from it, by way of host memory and its mover."""
+def by_stack(specimen: Specimen, host: Path) -> set[BlockKey]:
+    """What a whole stack serves from it, by way of host memory and its mover; raises AssertionError
+    for a wrong byte."""
     memory = CpuSettings(path=str(host), capacity=Capacity(size=ByteSize(HOST_BYTES)))
     below = specimen.subject.settings(
         specimen.folder, BLOCKS, record_bytes(NAMESPACE.payload_bytes)
     )
-    settings = MoverSettings(mode=mover)
+    settings = MoverSettings(mode=MoverMode.THREADS)
     config = StackConfig(version=1, name="specimen", mover=settings, tiers=(memory, below))
     with Stack(config, NAMESPACE) as stack:
         found = stack.load(specimen.keys, 20.0)
-        for tier in stack.chain.tiers[:1]:
-            tier.forget(specimen.keys)
-    check_payloads(found)
-    return set(found)
-
-
-def check_payloads(found: dict[BlockKey, bytes], wanted: Sequence[BlockKey] = ()) -> None:
-    """Raise AssertionError for a block that has not its right bytes, or was not asked for."""
+        stack.chain.tiers[0].forget(specimen.keys)
     for key, data in found.items():
         if data != payload(key, NAMESPACE):
             raise AssertionError(f"wrong bytes were served for {key.hex()}")
+    return set(found)

@@ -29,13 +29,8 @@ _HEADS = (
     b"HTTP/1.0 404 Not Found\r\nConnection: close\r\n\r\n",
 )
 _WORDS = (
-    *(
-        b"Content-Length: ",
-        b"Transfer-Encoding: chunked",
-        b"HTTP/1.1 ",
-        b"\r\n\r\n",
-        b"Retry-After: ",
-    ),
+    *(b"Content-Length: ", b"Transfer-Encoding: chunked", b"HTTP/1.1 "),
+    *(b"\r\n\r\n", b"Retry-After: "),
 )
 
 

@@ -31,10 +31,11 @@ class Target(msgspec.Struct, kw_only=True):
     """Of the inputs: for what is slow by its nature."""
 
 
-MakeTargets = Callable[[Path], list[Target]]
-"""Makes targets; files of theirs lie in this folder."""
-
-
+JSON_WORDS = (
+    *(b'"', b"[", b"]", b"{", b"}", b"null", b"true", b"1e999", b"-1"),
+    *(b"[[[[", b'"\\ud800"', b"NaN"),
+)
+"""Pieces that mean something to whoever reads JSON."""
 _BYTES_MAX = 1 << 14
 _CORPUS_MAX = 400
 _NUMBERS = (

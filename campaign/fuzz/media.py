@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from campaign.damage.specimens import BLOCKS, NAMESPACE
-from campaign.fuzz.harness import Target
+from campaign.fuzz.harness import JSON_WORDS, Target
 from kvtier.backends.nvme.drives import parse as parse_counters
 from kvtier.backends.nvme.write_budget import Entry, WriteLedger, pack
 from kvtier.backends.object import manifests as manifest
@@ -146,7 +146,7 @@ def _term() -> Target:
         found = read_term(memoryview(mended(data)))
         assert found is None or found.check == found.sealed().check
 
-    return Target(name="caretaker's report", corpus=corpus, parse=parse, typed=(), words=_JSON)
+    return Target(name="caretaker's report", corpus=corpus, parse=parse, typed=(), words=JSON_WORDS)
 
 
 def _packed(kind: int, covers: list[str]) -> bytes:
@@ -254,7 +254,6 @@ def _codecs() -> list[Target]:
 
 _NOW = 1_700_000_000.0
 _RATE, _BURST = 1e6, 3.6e9
-_JSON = (b'"', b"[", b"]", b"{", b"}", b"null", b"1e999", b"-1", b"[[[[", b'"\\ud800"', b"NaN")
 
 
 def _budget(folder: Path) -> Target:
@@ -301,7 +300,7 @@ def _counters() -> Target:
         b'{"critical_warning": 0, "percent_used": 3, "data_units_written": 123456}',
         b'{"data_units_written": "18446744073709551615", "percent_used": "255"}',
     ]
-    words = [*_JSON, b'"data_units_written": ', b"percent_used", b"1_0", "٣".encode()]
+    words = [*JSON_WORDS, b'"data_units_written": ', b"percent_used", b"1_0", "٣".encode()]
     return Target(name="drive's counters", corpus=corpus, parse=parse, typed=(), words=words)
 
 
@@ -324,5 +323,5 @@ def _rates() -> Target:
         corpus=[rates.encode(owner, Rates(links, prefill))],
         parse=parse,
         typed=(ValueError,),
-        words=_JSON,
+        words=JSON_WORDS,
     )

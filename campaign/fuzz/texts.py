@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaign.fuzz.harness import Target
+from campaign.fuzz.harness import JSON_WORDS, Target
 from kvtier.cli.expectations import read_shape
 from kvtier.cli.trace_simulation import read_trace
 from kvtier.config import load
@@ -35,20 +35,6 @@ _SHAPE = b"""{"model_type": "llama", "num_hidden_layers": 32, "num_attention_hea
 _HINTS = b"""{"session": "a", "retain_s": 60, "release": false, "prefetch": true, "actions": [
 {"scope": "a", "directives": [{"start": 0, "end": 512, "priority": 50, "duration": 60.0}]},
 {"ttl_seconds": 30, "session_id": "a", "include_current_request": true}]}"""
-_JSON = (
-    b'"',
-    b"[",
-    b"]",
-    b"{",
-    b"}",
-    b"null",
-    b"true",
-    b"1e999",
-    b"-1",
-    b"[[[[",
-    b'"\\ud800"',
-    b"NaN",
-)
 _YAML = (
     b"&a ",
     b"*a",
@@ -77,7 +63,7 @@ def _stack(folder: Path) -> Target:
 
     whole = _STACK.replace(b"FOLDER", str(folder).encode())
     corpus = [whole, b"version: 1\ntiers: []\n", whole.replace(b"fuzz", b"${KVTIER_NOT_SET:-x}")]
-    words = (*_YAML, *_JSON, b"${HOME}", b"${NOT_SET}", b"kind: nvme", b"capacity: ", b"64GiB")
+    words = (*_YAML, *JSON_WORDS, b"${HOME}", b"${NOT_SET}", b"kind: nvme", b"capacity: ", b"64GiB")
     return Target(
         name="stack file", corpus=corpus, parse=parse, typed=(ConfigError,), words=words, share=0.02
     )
@@ -95,7 +81,7 @@ def _hints() -> Target:
             HintParser().parse(each, [Action("kv.release", "1.0", each)])
 
     no_json = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the server answers that
-    return Target(name="hints", corpus=[_HINTS], parse=parse, typed=no_json, words=_JSON)
+    return Target(name="hints", corpus=[_HINTS], parse=parse, typed=no_json, words=JSON_WORDS)
 
 
 def _trace(folder: Path) -> Target:
@@ -108,7 +94,7 @@ def _trace(folder: Path) -> Target:
 
     corpus = [b'{"timestamp": 27000, "hash_ids": [0, 1, 2]}\n{"timestamp": 1.5, "hash_ids": []}\n']
     return Target(
-        name="trace", corpus=corpus, parse=parse, typed=(ConfigError,), words=_JSON, share=0.1
+        name="trace", corpus=corpus, parse=parse, typed=(ConfigError,), words=JSON_WORDS, share=0.1
     )
 
 
@@ -126,7 +112,12 @@ def _prompts(folder: Path) -> Target:
         b'{"tokens": [1], "tools": [], "multi_modal_data": null}\n',
     ]
     return Target(
-        name="prompts", corpus=corpus, parse=parse, typed=(KVTierError,), words=_JSON, share=0.1
+        name="prompts",
+        corpus=corpus,
+        parse=parse,
+        typed=(KVTierError,),
+        words=JSON_WORDS,
+        share=0.1,
     )
 
 
@@ -138,5 +129,5 @@ def _shape(folder: Path) -> Target:
         read_shape(path)
 
     return Target(
-        name="config.json", corpus=[_SHAPE], parse=parse, typed=(ConfigError,), words=_JSON
+        name="config.json", corpus=[_SHAPE], parse=parse, typed=(ConfigError,), words=JSON_WORDS
     )

@@ -202,10 +202,7 @@ def _check_sizes(text: str, blocks: Path) -> None:
     import yaml
 
     stack = yaml.safe_load(text)
-    # The folder is not there yet.
-    stack["tiers"][1]["path"] = str(
-        next(each for each in (blocks, *blocks.parents) if each.exists())
-    )
+    stack["tiers"][1]["path"] = str(_nearest(blocks))  # the folder is not there yet
     try:
         load(stack)
     except ConfigErrors as found:
@@ -259,8 +256,8 @@ def _check_init(folder: str, name: str | None, bucket: str | None) -> None:
     if bucket is not None:
         home = Path(folder).expanduser().resolve()
         try:
-            store = bucket_folder(bucket)
-        except ValueError as error:
+            store = parse_url(bucket).folder
+        except WrongEndpoint as error:
             raise typer.BadParameter(str(error), param_hint="--bucket") from None
         if store is not None and store.resolve().is_relative_to(home):
             problem = "that is in the folder of the NVMe tier; name another"
@@ -327,15 +324,6 @@ def starter(
         folder=_quoted(str(folder)),
     )
     return text if bucket is None else text + _BUCKET.format(url=_quoted(bucket))
-
-
-def bucket_folder(url: str) -> Path | None:
-    """The folder that the url of a third tier names, None for a bucket; raises ValueError for one
-    that names neither, with what to write."""
-    try:
-        return parse_url(url).folder
-    except WrongEndpoint as error:
-        raise ValueError(str(error)) from error
 
 
 def _quoted(text: str) -> str:

@@ -19,7 +19,6 @@ import typer
 from kvtier import amounts
 from kvtier.cli import console, options
 from kvtier.cli.inspect import (
-    AnyInspector,
     Inspectors,
     find_namespace,
     inspector_of,
@@ -182,7 +181,8 @@ def _copy(
         raise typer.BadParameter("a url names its tier: leave it out", param_hint="--into")
     tiers = _tiers_to_read(origin, goal, tier, to_store=to_store)
     _check_apart(origin, goal)
-    inspectors = _look(origin.stack, tiers, wanted.namespace)
+    uses_of = (wanted.namespace or "").lower()
+    inspectors = look(origin.stack, tiers, Depth.RECORDED, uses_of)
     named = origin.tier is not None or tier is not None
     if named:
         _complete(inspectors, goal, wanted, must_exist=origin.tier is not None)
@@ -338,11 +338,6 @@ def _check_apart(origin: CopyEnd, goal: CopyEnd) -> None:
             raise ConfigError(where, kept, "name another")
 
 
-def _look(stack: StackConfig, tiers: Sequence[int], namespace: str | None) -> list[AnyInspector]:
-    """Tiers by what is written down of them, and how often blocks were used."""
-    return look(stack, tiers, Depth.RECORDED, uses_of=(namespace or "").lower())
-
-
 def _complete(inspectors: Inspectors, goal: CopyEnd, wanted: Wanted, *, must_exist: bool) -> None:
     """Have a store that was named listed: blocks of a command that was cut off are written down
     nowhere. Raises KVTierError if there is nothing where there must be something."""
@@ -441,7 +436,7 @@ class _Copy:
         if name not in known_namespaces(inspectors):
             seen = {each.tier for each in inspectors}
             others = [tier for tier in range(len(self._stack.tiers)) if tier not in seen]
-            inspectors += _look(self._stack, others, name)
+            inspectors += look(self._stack, others, Depth.RECORDED, name)
         if found := known_namespaces(inspectors).get(name):
             return found
         if troubles := troubles_of(inspectors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
 import time
@@ -17,7 +18,7 @@ from kvtier.cli import console, options
 from kvtier.cli.bench import Measured, Size, measure
 from kvtier.cli.inspect import inspector_of, look
 from kvtier.config import LoadPolicy, StackConfig, load
-from kvtier.config.loader import machine, rates_folder, stack_of
+from kvtier.config.loader import rates_folder, stack_of
 from kvtier.cost.rates import SavedRates
 from kvtier.cost.saved_rates import rates_in
 from kvtier.device.direct import probe as probe_gds
@@ -272,7 +273,7 @@ def check_rates(config: StackConfig) -> Iterator[Finding]:
     folder = rates_folder(config)
     if folder is None or config.load_policy is not LoadPolicy.COST_MODEL:
         return
-    mine = (machine(), stack_of(config))
+    mine = (platform.node(), stack_of(config))
     known = [each for each in rates_in(folder) if (each.owner.machine, each.owner.stack) == mine]
     for kept in sorted(known, key=lambda each: -each.saved):
         whose = f"{_model_as_text(kept.owner.model)} on {kept.owner.device}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -24,7 +24,6 @@ from kvtier.inspect import (
     Part,
     Prover,
     Reporter,
-    Verdict,
 )
 from kvtier.inspect.contents import Bar
 from kvtier.interfaces.backend import backend
@@ -103,27 +102,15 @@ def known_namespaces(inspectors: Inspectors) -> dict[str, Namespace]:
     return {name: each for one in inspectors for name, each in one.contents.namespaces.items()}
 
 
-class Provers:
-    """Reads blocks of several tiers and checks their records."""
-
-    def __init__(self, inspectors: Inspectors, namespaces: Mapping[str, Namespace]) -> None:
-        self._by_tier: dict[int, Prover] = {
-            each.tier: each.prover(namespaces) for each in inspectors
-        }
-
-    def prove(self, block: Block) -> Verdict:
-        """Read a block's record; what it is worth."""
-        return self._by_tier[block.tier].prove(block)
-
-    def bytes_of(self, block: Block) -> int:
-        """The memory that a block's proof takes, its record included."""
-        return self._by_tier[block.tier].bytes_of(block)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._by_tier.values():
+@contextmanager
+def provers_of(inspectors: Inspectors) -> Iterator[dict[int, Prover]]:
+    """What reads the blocks of each tier and checks their records."""
+    known = known_namespaces(inspectors)
+    provers = {each.tier: each.prover(known) for each in inspectors}
+    try:
+        yield provers
+    finally:
+        for each in provers.values():
             each.close()
 
 

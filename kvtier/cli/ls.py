@@ -14,7 +14,6 @@ from kvtier import amounts
 from kvtier.cli import console, options
 from kvtier.cli.inspect import (
     Inspectors,
-    Provers,
     age,
     blocks_of,
     count,
@@ -26,13 +25,14 @@ from kvtier.cli.inspect import (
     look,
     looked_at,
     parts_of,
+    provers_of,
     say_two_names,
     troubles_of,
 )
 from kvtier.config import load
 from kvtier.errors import KVTierError
 from kvtier.eviction.retention import PINNED
-from kvtier.inspect import Block, Depth, Hold, Part
+from kvtier.inspect import Block, Depth, Hold, Part, Prover
 from kvtier.types import ANY_DEGREE, KEY_BYTES_MAX, BlockKey, Difference, Namespace, group_of
 
 app = options.new_app()
@@ -281,9 +281,11 @@ def _show_copies(inspectors: Inspectors, text: str, json: bool) -> bool:
         for each in inspectors
         for name in {block.namespace for block in found}
     }
-    with Provers(inspectors, known_namespaces(inspectors)) as provers:
+    with provers_of(inspectors) as provers:
         rows = [
-            _row_of_copy(block, provers, holds[block.tier, block.namespace].get(block.key, ()))
+            _row_of_copy(
+                block, provers[block.tier], holds[block.tier, block.namespace].get(block.key, ())
+            )
             for block in found
         ]
     if json:
@@ -296,11 +298,11 @@ def _show_copies(inspectors: Inspectors, text: str, json: bool) -> bool:
     return any(row["record"].startswith("bad") for row in rows)
 
 
-def _row_of_copy(block: Block, provers: Provers, holds: Sequence[Hold]) -> dict[str, Any]:
+def _row_of_copy(block: Block, prover: Prover, holds: Sequence[Hold]) -> dict[str, Any]:
     if block.quarantined:
         record = "quarantined: it failed its check when it was read"
     else:
-        proof, why, _ = provers.prove(block)
+        proof, why, _ = prover.prove(block)
         record = f"{proof.value}: {why}" if why else proof.value
     retained = [
         {"session": hold.session, "until": None if hold.until == math.inf else hold.until}

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import typer
@@ -188,10 +188,10 @@ def _of_vllm(words: Sequence[str]) -> Migration:
 
 
 def _chunks_of_vllm(found: Migration, extra: dict[str, Any]) -> None:
+    given, _ = _flags(found.flags, ("block-size",))
     block = _VLLM_BLOCK
-    if "--block-size" in found.flags:
-        at = found.flags.index("--block-size") + 1
-        block = int(_number(found.flags[at] if at < len(found.flags) else "", "--block-size"))
+    if given:
+        block = int(_number(given["block-size"][-1], "--block-size"))
     chunk = extra.pop("block_size", None)
     blocks = extra.pop("blocks_per_chunk", None)
     if blocks is not None:
@@ -334,7 +334,7 @@ def _adapter(found: Migration, adapter: dict[str, Any]) -> None:
 
 
 def _remote(found: Migration, url: str, extra: dict[str, Any]) -> None:
-    parts = urlsplit(url)
+    parts = _url(url)
     if parts.scheme == "s3":
         plain = bool(extra.pop("disable_tls", False))
         _virtual_host(found, url, extra.pop("s3_region", None), plain=plain, size=0)
@@ -348,7 +348,7 @@ def _virtual_host(
     found: Migration, address: str, region: str | None, *, plain: bool, size: float
 ) -> None:
     """LMCache names a bucket in front of its server: s3://bucket.server."""
-    parts = urlsplit(address if "://" in address else f"s3://{address}")
+    parts = _url(address if "://" in address else f"s3://{address}")
     bucket, _, host = parts.netloc.partition(".")
     amazon = host.endswith((".amazonaws.com", ".amazonaws.com.cn")) or not host
     endpoint = None if amazon else f"{'http' if plain else 'https'}://{host}"
@@ -391,6 +391,13 @@ def _number(value: object, place: str) -> float:
     if not 0 <= number < 1 << 60:
         raise ConfigError(place, f"{value!r} is no number", "write what it was served with")
     return number
+
+
+def _url(text: str) -> SplitResult:
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        raise ConfigError(text, f"is no url: {error}", "write what it was served with") from error
 
 
 def _json(text: str, place: str) -> dict[str, Any]:

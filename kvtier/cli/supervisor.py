@@ -151,8 +151,8 @@ def _children() -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # After the name, which may hold anything: state, parent.
-            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            # After the name, which may hold anything, also half of a letter: state, parent.
+            _, parent, *_ = stat.read_bytes().rpartition(b")")[2].split()
             if int(parent) == os.getpid():
                 found.add(int(stat.parent.name))
     return found

@@ -14,13 +14,12 @@ from kvtier import amounts
 from kvtier.cli import console, options
 from kvtier.cli.inspect import (
     Inspectors,
-    Provers,
     blocks_of,
     bounded_map,
     find_namespace,
-    known_namespaces,
     look,
     parts_of,
+    provers_of,
     troubles_of,
 )
 from kvtier.config import load
@@ -121,10 +120,15 @@ def _draw(blocks: Iterable[Block], total: int, wanted: int) -> Iterator[Block]:
 def _prove(inspectors: Inspectors, blocks: Iterable[Block], expected: int, found: Found) -> None:
     """Check blocks, and add to what was found."""
     with (
-        Provers(inspectors, known_namespaces(inspectors)) as provers,
+        provers_of(inspectors) as provers,
         console.progress("checking", expected, "blocks") as bar,
     ):
-        proved = bounded_map(lambda b: provers.prove(b)[:2], blocks, _THREADS, provers.bytes_of)
+        proved = bounded_map(
+            lambda block: provers[block.tier].prove(block)[:2],
+            blocks,
+            _THREADS,
+            lambda block: provers[block.tier].bytes_of(block),
+        )
         for block, (proof, why) in proved:
             found.counts[proof.value] += 1
             found.bytes += block.bytes

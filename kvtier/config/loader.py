@@ -455,11 +455,6 @@ def rates_folder(config: StackConfig) -> Path | None:
         return None
 
 
-def machine() -> str:
-    """What this machine is called."""
-    return platform.node()
-
-
 def stack_of(config: StackConfig) -> str:
     """The kinds of its tiers, and a digest of where they are."""
     places = [f"{each.kind} {backend(each.kind).identity(each)}" for each in config.tiers]
@@ -474,5 +469,5 @@ def rate_owner(config: StackConfig, facts: Mapping[str, str], ranks: int = 1) ->
     device += [f"{name} {count}" for name, count in ranked.items() if count != "1"]
     model = [facts[name] for name in _MODEL if name in facts]
     return Owner(
-        machine(), " ".join(device)[:_TEXT_MAX], " ".join(model)[:_TEXT_MAX], stack_of(config)
+        platform.node(), " ".join(device)[:_TEXT_MAX], " ".join(model)[:_TEXT_MAX], stack_of(config)
     )

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import islice, product
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from kvtier.errors import ConfigError, MediumError, NotResident
 from kvtier.eviction.retention import RetainedBlocks
-from kvtier.inspect import Filling, Inspector, Reach
+from kvtier.inspect import Filling, Inspector, InspectorContext, Reach
 from kvtier.inspect.contents import Depth
 from kvtier.inspect.filling import TAKE_ALL
 from kvtier.interfaces.backend import Backend, TierContext
@@ -36,9 +36,6 @@ from kvtier.types import (
     TierEvent,
     TierStats,
 )
-
-if TYPE_CHECKING:
-    from kvtier.inspect import Inspector, InspectorContext
 
 
 class MemorySettings(TierSettings, frozen=True, kw_only=True, tag="memory"):
@@ -402,7 +399,6 @@ class MemoryBackend(Backend[MemorySettings]):
     def open_inspector(
         self, settings: MemorySettings, context: InspectorContext
     ) -> Inspector[MemorySettings]:
-
         return MemoryInspector(self, settings, context)
 
     def identity(self, settings: MemorySettings) -> str | None:

@@ -228,8 +228,8 @@ def _session(leader: int) -> set[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # After the name, which may hold anything: state, parent, group, session.
-            state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(session) == leader and state not in "ZX":
+            state, _, _, session, *_ = stat.read_bytes().rpartition(b")")[2].split()
+            if int(session) == leader and state not in b"ZX":
                 found.add(int(stat.parent.name))
     return found
 

@@ -255,7 +255,6 @@ def test_what_is_newer_stays_beside_what_is_cleared(stocked: Scene) -> None:
 
 
 @every
-@every_kind
 def test_forty_columns(deed: str, stocked: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     done = stocked.run(deed)

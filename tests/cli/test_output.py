@@ -36,7 +36,6 @@ OTHERS = [
     ["--help"],
     ["ls", "--help"],
     ["config", "schema"],
-    ["config", "schema"],
 ]
 every = pytest.mark.parametrize("words", [*ALL, *OTHERS], ids=lambda words: "-".join(words[:2]))
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.processes.cli_world import STACK, Done, Hold, command, no_rights
+from support.processes.cli_world import STACK, Done, Hold, command, no_rights, put
 
 from kvtier import Stack
 from kvtier.cli import app
@@ -61,9 +61,7 @@ class Kept:
         self.kept, self.out = folder / "kept", folder / "out"
         self.stack = self._make(self.kept)
         self._make(self.out)
-        with Stack.open(self.stack, NAMESPACE) as opened:
-            opened.store({key: payload(key) for key in make_keys(BLOCKS)})
-            assert opened.settle()
+        put(self.stack, make_keys(BLOCKS))
 
     def _make(self, home: Path) -> Path:
         (home / "host").mkdir(parents=True)
@@ -225,9 +223,7 @@ def test_a_copy_leaves_what_others_keep_where_this_stack_only_reads(kept: Kept, 
     reader.write_text(text)
     for path in (kept.kept / "store").rglob("*"):
         os.utime(path, (0, 0))
-    with Stack.open(kept.out / "stack.yaml", NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in make_keys(8, start=1000)})
-        assert stack.settle()
+    put(kept.out / "stack.yaml", make_keys(8, start=1000))
     source = ("--from", kept.out / "stack.yaml", "--into", kind)
     done = command("prewarm", "-c", reader, *source)
     assert done.code == 0, done.err

@@ -15,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli import supervisor
+from kvtier.vllm import server_process
+
 KEEPER = """
 import os, subprocess, sys
 from kvtier.cli import supervisor
+from kvtier.vllm import server_process
 supervisor.REMIND_S, supervisor.LEFT_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
 # As of a shell that has become this program.
 before = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -115,6 +119,29 @@ class Terminal:
         self._heard.close()
         if self._end >= 0:
             self.hang_up()
+
+
+NAMELESS = """
+with open("/proc/self/comm", "wb", buffering=0) as name:
+    name.write(bytes([0xE2, 0x82]))
+print("named", flush=True)
+input()
+"""
+
+
+def test_a_process_may_be_called_half_a_letter() -> None:
+    """Linux cuts names after 15 bytes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMELESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"named\n"
+        assert process.pid in supervisor._children()
+        assert process.pid in server_process._session(process.pid)
+        process.communicate(b"\n")
 
 
 @pytest.fixture

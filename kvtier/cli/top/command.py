@@ -94,7 +94,10 @@ def top(
 def _base(text: str) -> str:
     """A server's address, as people write it."""
     url = text if "://" in text else f"http://{text}"
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # as of a bracket that is not closed
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise typer.BadParameter(f"{text!r} is no server; write http://host:8000")
     if parts.username is not None:

@@ -10,7 +10,7 @@ import math
 import re
 import time
 import urllib.request
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -321,5 +321,6 @@ def _troubles(gauges: Growth, always: Growth, lately: Growth | None) -> list[Tro
         for labels, total in always.each(name):
             if total:
                 recent = lately.of(name, **labels) if lately is not None else 0.0
-                found.append(Trouble(text.format(**labels), total, recent, grave))
+                said = text.format_map(defaultdict(lambda: "unknown", labels))  # it may be older
+                found.append(Trouble(said, total, recent, grave))
     return sorted(found, key=lambda each: (not each.lately, not each.grave))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from support.processes.cli_world import STACK, command, every_kind, run
+from support.processes.cli_world import STACK, command, every_kind, put, run, with_store
 
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
@@ -280,9 +280,7 @@ class TestExplain:
     def test_a_group_that_is_missing_is_a_miss(self, stack_file: Path, prompt_file: Path) -> None:
         keys = chunk_keys(PROMPT, ENGINE)
         chosen = [*keys[0], keys[1][0]]
-        with Stack.open(stack_file, ENGINE) as stack:
-            stack.store({key: payload(key, ENGINE) for key in chosen})
-            assert stack.settle()
+        put(stack_file, chosen, ENGINE)
         assert run("explain", "--prompts", prompt_file, "-c", stack_file)["answers"][0]["hits"] == 1
 
     def test_a_short_prompt(self, stack_file: Path, tmp_path: Path) -> None:
@@ -434,10 +432,7 @@ def test_each_namespace_is_searched_in_its_own_blocks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In those of all, a store in which versions have piled up was gone through for each."""
-    stack_file.write_text(
-        f"{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, "
-        f"url: 'file://{tmp_path}/store'}}\n"
-    )
+    with_store(stack_file, tmp_path / "store")
     for number in range(4):
         store(stack_file, Namespace(facts=FACTS | {"dtype": f"{number}"}, group_bytes=(4096,)), 5)
     looked: Counter[str] = Counter()

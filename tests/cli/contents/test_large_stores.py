@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes.cli_world import with_store
 
 from kvtier.backends.object.inspection import inspector, proofs, store_access
 from kvtier.backends.object.inspection.store_access import empty_store, remove_namespace
@@ -70,10 +71,7 @@ class Counting(FileStore):
 
 @pytest.fixture
 def settings(stack_file: Path, tmp_path: Path) -> ObjectSettings:
-    url = f"file://{tmp_path}/store"
-    stack_file.write_text(
-        f'{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, url: "{url}"}}\n'
-    )
+    with_store(stack_file, tmp_path / "store")
     for key in make_keys(BLOCKS):
         path = tmp_path / "store" / block_name(NAMESPACE.id, key)
         path.parent.mkdir(parents=True, exist_ok=True)

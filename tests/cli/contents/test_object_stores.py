@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.object import object_servers
-from support.processes.cli_world import Hold, command, fill, run
+from support.processes.cli_world import Hold, command, fill, put, run, with_store
 
 from kvtier import Stack
 from kvtier.backends.object.inspection.store_access import new_bench, new_probe
@@ -31,16 +31,9 @@ pytestmark = pytest.mark.slow
 BLOCKS = 8
 
 
-def with_store(stack_file: Path, text: str) -> Path:
-    stack_file.write_text(
-        f"{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, {text}}}\n"
-    )
-    return stack_file
-
-
 @pytest.fixture
 def in_a_folder(stack_file: Path, tmp_path: Path) -> Path:
-    return with_store(stack_file, f'url: "file://{tmp_path}/store"')
+    return with_store(stack_file, tmp_path / "store")
 
 
 @pytest.fixture
@@ -52,9 +45,7 @@ def on_a_server(stack_file: Path, server: object_servers.ServerProcess) -> Path:
 def stack(request: pytest.FixtureRequest) -> Path:
     """A stack with blocks in all three tiers."""
     path: Path = request.getfixturevalue(request.param)
-    with Stack.open(path, NAMESPACE) as opened:
-        opened.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert opened.settle()
+    put(path, make_keys(BLOCKS))
     return path
 
 
@@ -150,9 +141,7 @@ def test_what_a_store_does_not_delete_is_not_called_in_use(
     capsys: pytest.CaptureFixture[str],
     idle: list[str],
 ) -> None:
-    with Stack.open(in_a_folder, NAMESPACE) as opened:
-        opened.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert opened.settle()
+    put(in_a_folder, make_keys(BLOCKS))
     in_a_folder.write_text(in_a_folder.read_text().replace("64MiB", f"{4096 + 8192}"))
     unlink = Disk.unlink
 
@@ -172,9 +161,7 @@ def test_what_is_idle_is_not_also_over_the_budget(in_a_folder: Path, tmp_path: P
     """A dry run says the same as the run."""
     other = Namespace(facts={"model": "other"}, group_bytes=(8192,))
     for namespace in (NAMESPACE, other):
-        with Stack.open(in_a_folder, namespace) as opened:
-            opened.store({key: payload(key, namespace) for key in make_keys(BLOCKS)})
-            assert opened.settle()
+        put(in_a_folder, make_keys(BLOCKS), namespace)
     for path in (tmp_path / "store").rglob("*"):
         if NAMESPACE.id in str(path):
             os.utime(path, (time.time() - 7200,) * 2)
@@ -234,9 +221,7 @@ def test_a_namespace_that_is_only_read_is_not_idle(in_a_folder: Path, tmp_path: 
     """All prompts hit: nothing is stored any more, and what is there is in use."""
     keys = make_keys(BLOCKS)
     args = ("-c", in_a_folder, "--tier", "object", "--idle", "1h", "--dry-run")
-    with Stack.open(in_a_folder, NAMESPACE) as opened:
-        opened.store({key: payload(key) for key in keys})
-        assert opened.settle()
+    put(in_a_folder, keys)
     for path in (tmp_path / "store").rglob("*"):
         os.utime(path, (time.time() - 7200,) * 2)
     assert len(run("gc", *args)["found"]) == 1
@@ -248,9 +233,7 @@ def test_a_namespace_that_is_only_read_is_not_idle(in_a_folder: Path, tmp_path: 
 
 
 def test_what_told_of_blocks_that_went_goes(in_a_folder: Path, tmp_path: Path) -> None:
-    with Stack.open(in_a_folder, NAMESPACE) as opened:
-        opened.store({key: payload(key) for key in make_keys(BLOCKS)})
-        assert opened.settle()
+    put(in_a_folder, make_keys(BLOCKS))
     other = Namespace(facts={"model": "served"}, group_bytes=(4096,))
     args = ("-c", in_a_folder, "--tier", "object")
     with Stack.open(in_a_folder, other, engine="other") as opened:
@@ -287,9 +270,7 @@ def test_blocks_are_chosen_by_the_room_they_will_take(in_a_folder: Path, tmp_pat
     """Not by what they take where they are: a small group's are small in a store, and have a whole
     slot each on a disk."""
     small = make_keys(40, group=2)
-    with Stack.open(in_a_folder, GROUPED) as stack:
-        stack.store({key: payload(key, GROUPED) for key in small})
-        assert stack.settle()
+    put(in_a_folder, small, GROUPED)
     snapshot = f"file://{tmp_path}/snapshot"
     object_bytes, slot_bytes = 4096 + 12, 4096 + 20480
     (out,) = run("snapshot", "-c", in_a_folder, "--to", snapshot, "--size", "40KiB")["namespaces"]

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support.processes.cli_world import STACK, command, fill, served
+from support.processes.cli_world import STACK, command, fill, put, served, with_store
 
-from kvtier import Stack
 from kvtier.backends.object.object_names import description_name
-from kvtier.testing.subject import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Namespace
 
 pytestmark = pytest.mark.slow
@@ -22,12 +21,9 @@ OTHER = Namespace(facts={"model": "another"}, group_bytes=(4096,))
 @pytest.fixture
 def stored(stack_file: Path, tmp_path: Path) -> Path:
     """A stack whose store has blocks of two models."""
-    store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/store"}}\n'
-    stack_file.write_text(stack_file.read_text() + store)
+    with_store(stack_file, tmp_path / "store")
     for namespace in (NAMESPACE, OTHER):
-        with Stack.open(stack_file, namespace) as stack:
-            stack.store({key: payload(key, namespace) for key in make_keys(BLOCKS)})
-            assert stack.settle()
+        put(stack_file, make_keys(BLOCKS), namespace)
     for tier in ("cpu", "nvme"):
         assert command("clear", "-c", stack_file, "--tier", tier, "--yes").code == 0
     return stack_file
@@ -40,11 +36,8 @@ def test_what_cannot_be_reached_hides_nothing_else(area: str, tmp_path: Path) ->
         (tmp_path / kind).mkdir()
     (tmp_path / "cpu" / "in").mkdir()
     stack = tmp_path / "stack.yaml"
-    stack.write_text(
-        STACK.format(host=tmp_path / "cpu" / "in", blocks=tmp_path / "nvme" / "in")
-        + f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/object/in"}}\n'
-    )
-    fill(stack)
+    stack.write_text(STACK.format(host=tmp_path / "cpu" / "in", blocks=tmp_path / "nvme" / "in"))
+    fill(with_store(stack, tmp_path / "object" / "in"))
     assert command("snapshot", "-c", stack, "--to", f"file://{tmp_path}/out").code == 0
     closed = area.split()[1]
     where = tmp_path / closed / "in"
@@ -111,9 +104,8 @@ def test_a_disk_that_is_not_mounted_hides_no_other_tier(
     blocks = tmp_path / "disk" / "blocks"
     stored = "store" if lacks == "target" else "disk/store"
     stack = tmp_path / "stack.yaml"
-    store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/{stored}"}}\n'
-    stack.write_text(STACK.format(host=tmp_path / "host", blocks=blocks) + store)
-    fill(stack)
+    stack.write_text(STACK.format(host=tmp_path / "host", blocks=blocks))
+    fill(with_store(stack, tmp_path / stored))
     (tmp_path / "disk").rename(tmp_path / "away")
     if lacks == "target":
         (tmp_path / "disk").mkdir()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.processes.cli_world import command, run
+from support.processes.cli_world import command, put, run, with_store
 
 from kvtier import Stack
 from kvtier.backends.object.inspection import inspector, store_survey
@@ -59,17 +59,8 @@ def test_by_block(used: Path) -> None:
     assert "hits       3" in command("ls", KEYS[0].hex(), "-c", used).out
 
 
-def with_store(stack_file: Path, folder: Path) -> Path:
-    stack_file.write_text(
-        f"{stack_file.read_text()}  - {{kind: object, capacity: 64MiB, url: 'file://{folder}'}}\n"
-    )
-    return stack_file
-
-
 def test_what_nobody_used_has_no_hits_in_a_store(stack_file: Path, tmp_path: Path) -> None:
-    with Stack.open(with_store(stack_file, tmp_path / "store"), NAMESPACE) as stack:
-        stack.store({key: payload(key) for key in KEYS})
-        assert stack.settle()
+    put(with_store(stack_file, tmp_path / "store"), KEYS)
     (part,) = run("ls", "-c", stack_file, "--tier", "object")["namespaces"]
     assert (part["blocks"], part["hits"], part["used"]) == (8, None, None)
 
@@ -173,10 +164,7 @@ def test_the_hottest_first(used: Path, fresh: Path, tmp_path: Path, how: str) ->
     if how == "prewarm":
         words = ["prewarm", "-c", fresh, "--from", used]
     else:
-        fresh.write_text(
-            f"{fresh.read_text()}  - {{kind: object, capacity: 64MiB, "
-            f"url: 'file://{tmp_path}/store'}}\n"
-        )
+        with_store(fresh, tmp_path / "store")
         words = ["snapshot", "-c", used, "--to", fresh]
     (copied,) = run(*words, "--hottest", "--size", "24KiB")["namespaces"]
     assert copied["copied"] == 2

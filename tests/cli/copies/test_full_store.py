@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.processes.cli_world import run
+from support.processes.cli_world import put, run
 
-from kvtier import Stack
-from kvtier.testing.subject import NAMESPACE, make_keys, payload
-from kvtier.types import BlockKey, Namespace
+from kvtier.testing.subject import NAMESPACE, make_keys
+from kvtier.types import Namespace
 
 BLOCKS = 20
 RECORD = 12288
@@ -24,22 +23,16 @@ def with_store(stack: Path, capacity: int) -> Path:
     return stack
 
 
-def fill(stack_file: Path, namespace: Namespace, keys: list[BlockKey]) -> None:
-    with Stack.open(stack_file, namespace) as stack:
-        stack.store({key: payload(key, namespace) for key in keys})
-        assert stack.settle()
-
-
 def test_what_was_there_of_the_first_makes_no_room_for_the_second(
     stack_file: Path, fresh: Path
 ) -> None:
     """Though it is the oldest there. What nobody asked for goes."""
     source = with_store(stack_file, 64 << 20)
     for namespace in (NAMESPACE, FIRST):
-        fill(source, namespace, make_keys(BLOCKS))
+        put(source, make_keys(BLOCKS), namespace)
     target = with_store(fresh, (2 * BLOCKS + 3) * RECORD)
     for start in (0, 100):
-        fill(target, FIRST, make_keys(BLOCKS, start=start))
+        put(target, make_keys(BLOCKS, start=start), FIRST)
     words = ["prewarm", "-c", target, "--from", source, "--into", "object"]
     done = run(*words)["namespaces"]
     found = [(each["namespace"], each["already_there"], each["copied"]) for each in done]

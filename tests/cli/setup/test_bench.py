@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from support.processes.cli_world import KVTIER, command, every_kind, run
+from support.processes.cli_world import KVTIER, command, every_kind, put, run, with_store
 
 from kvtier.cli import app
 from kvtier.cli import bench as measure
@@ -21,7 +21,7 @@ from kvtier.inspect import inspector
 from kvtier.inspect.inspector import BENCH_MARK
 from kvtier.stack import Stack
 from kvtier.system import memory as memory_limits
-from kvtier.testing.subject import NAMESPACE, make_keys, payload
+from kvtier.testing.subject import make_keys
 
 SMALL = ["--chunk", "8KiB", "--blocks", "4", "--rounds", "2"]
 
@@ -91,8 +91,7 @@ def test_what_is_being_measured_is_no_garbage(
     stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes, and in whatever kind of place."""
-    store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/disk/store"}}\n'
-    stack_file.write_text(stack_file.read_text() + store)
+    with_store(stack_file, tmp_path / "disk" / "store")
     measured, seen = measure._measure_lower, []
 
     def look_meanwhile(*args: object) -> object:
@@ -168,11 +167,8 @@ class TestAStoreInUse:
 
     @pytest.fixture
     def kept(self, stack_file: Path, tmp_path: Path) -> dict[str, int]:
-        store = f'  - {{kind: object, capacity: 64MiB, url: "file://{tmp_path}/store"}}\n'
-        stack_file.write_text(stack_file.read_text() + store)
-        with Stack.open(stack_file, NAMESPACE) as stack:
-            stack.store({key: payload(key) for key in make_keys(8)})
-            assert stack.settle()
+        with_store(stack_file, tmp_path / "store")
+        put(stack_file, make_keys(8))
         found = everything(tmp_path / "store")
         assert len(found) > 8
         return found

@@ -19,7 +19,7 @@ from kvtier.cli import app
 from kvtier.interfaces import backend as door
 from kvtier.slab import layout
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
-from kvtier.types import Namespace
+from kvtier.types import BlockKey, Namespace
 from support.processes.forked_commands import ForkServer
 
 KVTIER = Path(sys.executable).with_name("kvtier")
@@ -42,6 +42,13 @@ def stack_text(host: Path, blocks: Path, kind: str = "nvme") -> str:
     """A stack of host memory and a tier of this kind."""
     text = STACK.format(host=host, blocks=blocks)
     return text if kind == "nvme" else text.replace("nvme", kind).replace(", free_floor: 0", "")
+
+
+def with_store(stack: Path, where: Path | str) -> Path:
+    """The same stack file with a third tier: a store in a folder, or of these settings."""
+    settings = f'url: "{where.as_uri()}"' if isinstance(where, Path) else where
+    stack.write_text(f"{stack.read_text()}  - {{kind: object, capacity: 64MiB, {settings}}}\n")
+    return stack
 
 
 def install_example(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> None:
@@ -89,6 +96,13 @@ def fill(path: Path, blocks: int = 8) -> None:
         assert stack.settle()
         for tier in stack.chain.tiers:
             tier.refresh()
+
+
+def put(path: Path, keys: Sequence[BlockKey], namespace: Namespace = NAMESPACE) -> None:
+    """Have an engine store these, and end."""
+    with Stack.open(path, namespace) as stack:
+        stack.store({key: payload(key, namespace) for key in keys})
+        assert stack.settle()
 
 
 def served(path: Path, namespace: Namespace = NAMESPACE, count: int = 8) -> int:

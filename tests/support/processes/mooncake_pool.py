@@ -146,17 +146,21 @@ class StallingProxy:
                 client.close()
                 continue
             self._links += [client, server]
-            for pair in ((client, server), (server, client)):
-                threading.Thread(target=self._carry, args=pair, daemon=True).start()
+            for way in ((client, server, True), (server, client, False)):
+                threading.Thread(target=self._carry, args=way, daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, asked: bool) -> None:
         try:
             while data := source.recv(1 << 16):
-                self._flows.wait()
+                self.hold(data, asked=asked)
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
             return
+
+    def hold(self, data: bytes, *, asked: bool) -> None:
+        """Wait until these bytes may go on, which a client has `asked`, or the server answers."""
+        self._flows.wait()
 
     def close(self) -> None:
         self.flow()

@@ -82,6 +82,14 @@ def test_all_tiers_of_vllms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     checked(text, tmp_path)
 
 
+@pytest.mark.parametrize("flag", ["--block-size 32", "--block-size=32", "--block_size=32"])
+def test_chunks_of_so_many_blocks(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = transfer(cpu_bytes_to_use=1 << 28, blocks_per_chunk=8)
+    stack, text = migrated(capsys, *flag.split(), "--kv-transfer-config", given)
+    assert stack["chunk_tokens"] == 8 * 32
+    assert f" -- {flag}\n" in text
+
+
 def test_lmcache_inside_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text(LMCACHE.format(folder=tmp_path))
@@ -142,6 +150,10 @@ def test_what_looks_like_a_variable_is_none(
         (["--kv-transfer-config", '{"kv_connector": "Nixl"}'], "Nixl is no offloading of vLLM's"),
         (["--port", "8000"], "--kv-offloading-size: is missing"),
         (["lmcache", "server"], "--l1-size-gb: is missing"),
+        (
+            ["--l1-size-gb=1", "--l2-adapter", '{"type": "s3", "s3_endpoint": "[::1"}'],
+            "s3://[::1: is no url: Invalid IPv6 URL",
+        ),
     ],
 )
 def test_what_cannot_be_read(

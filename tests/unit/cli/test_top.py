@@ -91,6 +91,12 @@ class TestFigures:
         )
         assert found.tiers == []
 
+    def test_a_counter_of_another_version_may_lack_a_label(self) -> None:
+        found = ServerWatch("http://here:8000").take('kvtier:store_drops_total{tier="nvme"} 3\n')
+        assert [each.what for each in found.troubles] == [
+            "blocks were not written to nvme (unknown)"
+        ]
+
     def test_a_server_without_kvtier(self, server: metrics_server.Server) -> None:
         server.text = "vllm:num_requests_running 3\n"
         assert "start it by kvtier serve" in ServerWatch(server.url).look().problem
@@ -157,6 +163,7 @@ class TestInATerminal:
         ("args", "says"),
         [
             (["file:///etc/passwd"], "is no server; write http://host:8000"),
+            (["http://[::1"], "is no server; write http://host:8000"),
             (["http://a:b@host:8000"], "a password would be shown"),
             (["--every", "1ms"], "is too often"),
             (["--port", "9000"], "says nothing without --page"),

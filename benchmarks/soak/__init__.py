@@ -1,1 +1,0 @@
-"""Servers on one disk and one bucket, for hours, with incidents."""
