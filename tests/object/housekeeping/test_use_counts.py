@@ -14,11 +14,12 @@ from support.processes.clocks import Clock
 from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object import use_counts as uses_module
 from kvtier.backends.object.manifests import ADDED, HEAD_BYTES, USED, Entries
-from kvtier.backends.object.object_names import uses_prefix
+from kvtier.backends.object.object_names import retained_prefix, uses_prefix
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.backends.object.use_counts import Uses, count_uses
+from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
+from kvtier.backends.object.use_counts import Uses, count_uses, retained_blocks
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
@@ -117,6 +118,27 @@ def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -
     clock.now = 1200.0
     uses.look()
     assert counted(store)[0] == 1
+
+
+def test_a_list_of_retained_blocks_is_tried_again_and_goes_with_its_server(tmp_path: Path) -> None:
+    class Away(FileStore):
+        away = True
+
+        def put(self, *args: Any, **more: Any) -> PutOutcome:
+            if self.away:
+                raise Unavailable("not now")
+            return super().put(*args, **more)
+
+    store, clock, writer = Away(tmp_path / "store"), Clock(0.0), "ab" * 8
+    uses = Uses(store, NAMESPACE.id, writer, 600.0, clock=clock)
+    uses.retain(dict.fromkeys(KEYS[:2], 2e9))
+    for store.away, lists in ((True, []), (False, [KEYS[:2]]), (False, [KEYS[:2]])):
+        clock.now += 600.0
+        uses.look()
+        found = retained_blocks(store, NAMESPACE.id, [writer])
+        assert [keys_of(entries) for entries in found] == lists
+    uses.close()
+    assert list(store.list(retained_prefix(NAMESPACE.id))) == []
 
 
 def written(store: FileStore, name: str, entries: Entries, namespace: bytes | None = None) -> None:
