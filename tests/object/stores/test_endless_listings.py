@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.object.manual_keepers import CAPACITY, RECORD
 from support.object.object_servers import ENTRY, HostileServer, Peer, answer
+from support.object.s3_client_helpers import retrying_bucket
 
 from kvtier.backends.object import journal, lease, namespaces
 from kvtier.backends.object import keeper as keeper_module
@@ -21,9 +22,7 @@ from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import ServerName, block_name
-from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import bucket_store, retry, store
-from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.errors import EndlessListing, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.retry import RetryPolicy
@@ -107,11 +106,7 @@ def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]
     monkeypatch.setattr(store, "NAMESPACES_MAX", 20)
     monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 20)
     with HostileServer(endless.serve) as server:
-        opened = open_store(
-            "s3://bucket",
-            BucketSettings(endpoint=server.endpoint),
-            retry=RetryPolicy(base_s=0.0, failures=1000),
-        )
+        opened = retrying_bucket(RetryPolicy(base_s=0.0, failures=1000), endpoint=server.endpoint)
         yield opened
         opened.close()
 

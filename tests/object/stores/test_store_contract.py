@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.object.object_servers import ServerProcess
+from support.object.s3_client_helpers import retrying_bucket
 from support.object.store_contract import StoreContract
 
-from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
@@ -72,7 +72,7 @@ class TestGuardedMoto(StoreContract):
 
     @pytest.fixture
     def store(self, moto_server: ServerProcess) -> Iterator[Store]:
-        url = f"s3://bucket/guarded/{next(_numbers)}"
-        store = open_store(url, BucketSettings(endpoint=moto_server.endpoint))
+        prefix = f"guarded/{next(_numbers)}"
+        store = retrying_bucket(prefix=prefix, endpoint=moto_server.endpoint)
         yield store
         store.close()

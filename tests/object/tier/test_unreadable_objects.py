@@ -17,6 +17,7 @@ from support.object.object_servers import (
     error_body,
     pass_on,
 )
+from support.object.s3_client_helpers import retrying_bucket
 
 from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.inspection import garbage as gc
@@ -24,9 +25,7 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import ReadOnlyKeeper
 from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name, description_name
-from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Store
 from kvtier.backends.object.tier import ObjectTier
@@ -78,7 +77,7 @@ def store(guard: Guard, request: pytest.FixtureRequest) -> Iterator[Store]:
     """With retries and a circuit, which what is closed must not open."""
     with HostileServer(guard.serve) as server:
         prefix = request.node.name.translate(str.maketrans("[]' ", "----"))
-        store = open_store(f"s3://bucket/closed/{prefix}", BucketSettings(endpoint=server.endpoint))
+        store = retrying_bucket(prefix=f"closed/{prefix}", endpoint=server.endpoint)
         store.put(description_name(NAMESPACE.id), [memoryview(NAMESPACE.to_json())])
         yield store
         store.close()
