@@ -426,7 +426,7 @@ class Keeper:
         offered, pieces = iter(self._offered()), []
         self._yield.begin()
         while some := list(islice(offered, CHUNK)):
-            pieces.append(objects_of(*zip(*some, strict=True)))
+            pieces.append(objects_of(some))
             self._yield()
         return joined(pieces)
 

@@ -150,7 +150,7 @@ class ManifestCopyAudit(CopyAudit):
 
 
 def _marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
-    return manifests.key_prints(manifests.objects_of(keys, [0] * len(keys)))
+    return manifests.key_prints(manifests.pack_entries(0, keys, 0, 0, 0))
 
 
 def find_unrecorded(store: Store, namespace: Namespace, where: str, reporter: Reporter) -> Entries:

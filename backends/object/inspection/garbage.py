@@ -28,13 +28,11 @@ from kvtier.backends.object.inspection.store_access import (
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.object_names import ObjectKey, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of
-from kvtier.backends.object.stores.store import ObjectInfo, Store
+from kvtier.backends.object.stores.store import CRASHED_S, ObjectInfo, Store
 from kvtier.errors import MediumError
 from kvtier.inspect import Contents, Garbage, Part, Reporter, inspector
 from kvtier.settings import WritePolicy
 
-_CRASHED_S = 3600.0
-"""A temporary file that has not been touched for so long has no writer any more."""
 _AT_ONCE = 1 << 14
 """So many blocks are deleted and then recorded as removed: their manifest is written in time."""
 
@@ -198,9 +196,7 @@ def collect(store: Store, found: Survey) -> int:
             if one.name not in failed and (parsed := parse_block(one.name)) is not None:
                 by_namespace[parsed[0]].append(parsed[1:])
         for name, objects in by_namespace.items():
-            keys, generations = zip(*objects, strict=True)
-            entries = manifests.pack_entries(manifests.REMOVED, keys, generations, 0, now_us)
-            Journal(store, name).append(entries)
-    for _ in store.sweep(_CRASHED_S):
+            Journal(store, name).append(manifests.removals(objects, now_us))
+    for _ in store.sweep(CRASHED_S):
         pass
     return gone

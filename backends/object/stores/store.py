@@ -40,6 +40,8 @@ LISTED_MAX = 1 << 25
 """The longest listing, so that one without an end is ended, too. The manifests of a namespace can
 hold half as many entries, and no store lists so many objects between two audits."""
 NAMESPACES_MAX = 1 << 16
+CRASHED_S = 3600.0
+"""A temporary file that has not been touched for so long has no writer any more."""
 OWN_PREFIX = (
     "write a url whose prefix is kvtier's own, and see that the endpoint lists nothing twice"
 )
@@ -130,7 +132,7 @@ class Store(ABC):
 
     @property
     def deletes_at_once(self) -> int:
-        """How many names one call of `delete` should have, to end soon: see `delete_batches`."""
+        """How many names one call of `delete` should have, to end soon, as far as that is known."""
         return 1000
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
@@ -159,15 +161,6 @@ def check_prefix(prefix: str) -> str:
 def is_name(name: str) -> bool:
     """Whether kvtier could have written an object of this name."""
     return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
-
-
-def delete_batches(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`names` in batches of the size that the store is known to take by then."""
-    start = 0
-    while start < len(names):
-        some = names[start : start + store.deletes_at_once]
-        start += len(some)
-        yield some
 
 
 def in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

@@ -125,7 +125,7 @@ def test_what_is_stored_amid_a_listing_is_recorded_all_along(
                 keeper._next_look = 0.0
             yield info
             if not prefix:
-                recorded.append(keeper.outbox.empty)
+                recorded.append(not keeper.outbox._entries)
                 unwell.append(keeper.unwell)
 
     store.list = list_slowly  # type: ignore[method-assign]
@@ -224,10 +224,10 @@ def test_room_is_settled_when_it_is_recorded_and_once_in_as_many_manifests_as_it
     for _ in range(2):
         with pytest.raises(StoreError):
             outbox.record()
-    assert not outbox.empty
+    assert outbox._entries
     store.away = False
     outbox.record()
-    assert outbox.empty
+    assert not outbox._entries
     assert len(list(store.list())) == 3
     assert sorted(keys_of(journal.read_all())) == sorted(keys)
     assert budget.room == 50, "until the caretaker has seen it"
