@@ -32,8 +32,6 @@ class Budget:
         """Of everything below the url, as the caretaker sees it."""
         self.used = 0
         """Bytes of all blocks of the namespace that are known or reserved."""
-        self.uncatalogued = 0
-        """Bytes of objects that are there but not offered, until the tier hears of them again."""
         self._block_bytes = block_bytes
         self._clock = clock
         self._lock = threading.RLock()
@@ -60,7 +58,7 @@ class Budget:
                 return 0
             if self.alone:
                 dropped = self._dropped + sum(size for _, _, size in self._recorded)
-                return max(0, self._limit - self.used - self.uncatalogued - dropped)
+                return max(0, self._limit - self.used - dropped)
             return max(0, self._limit - self.unseen)
 
     def hold(self, blocks: int) -> tuple[int, float]:
@@ -73,7 +71,7 @@ class Budget:
         with self._lock:
             if not self.alone or self._clock() >= self._until:
                 return 0
-            return blocks if self.used + self.uncatalogued <= self._limit else 0
+            return blocks if self.used <= self._limit else 0
 
     def reserve(self, size: int) -> None:
         """Use room for a block that is about to be written."""

@@ -39,12 +39,10 @@ class Update(msgspec.Struct):
     in seconds since the epoch."""
 
     kind: int
-    keys: list[BlockKey] = []
-    generations: list[int] = []
-    sizes: list[int] = []
-    times: list[float] = []
-    recatalogued: int = 0
-    """So many of the uncatalogued bytes are among the blocks that follow."""
+    keys: list[BlockKey]
+    generations: list[int]
+    sizes: list[int]
+    times: list[float]
 
     def __len__(self) -> int:
         return len(self.keys)

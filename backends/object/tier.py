@@ -152,17 +152,13 @@ class ObjectTier(SlabTier):
         self._stats.corrupt += outcome is Outcome.CORRUPT
         if key not in self._where:
             return
-        if outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):
+        if outcome is not Outcome.GONE:
             self._drop([key])
             return
-        slot = self._where[key]
-        if outcome is Outcome.GONE:
-            # another server may have stored it again since it was known
-            found, known_s = (key, self._generation.get(key, 0)), self._times[slot]
-            self._outbox.removed([found], known_s=known_s)
-            self._tombstones.add(*found, known_s)
-        else:  # the store is unwell: the block is offered again when all manifests are read anew
-            self._budget.uncatalogued += self._sizes[slot]
+        # another server may have stored it again since it was known
+        found, known_s = (key, self._generation.get(key, 0)), self._times[self._where[key]]
+        self._outbox.removed([found], known_s=known_s)
+        self._tombstones.add(*found, known_s)
         self._forget_removed([key])
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -221,13 +217,10 @@ class ObjectTier(SlabTier):
             update = updates[0]
             self._apply(update)
             updates.popleft()  # not earlier: until then the tier is learning
-            rows += 1 + len(update)
+            rows += len(update)
 
     def _apply(self, update: Update) -> None:
-        # not below 0: two updates without a call of ours both report the same bytes
-        self._budget.uncatalogued = max(0, self._budget.uncatalogued - update.recatalogued)
-        if update.keys:
-            (self._apply_added if update.kind == ADDED else self._apply_removed)(update)
+        (self._apply_added if update.kind == ADDED else self._apply_removed)(update)
 
     def _apply_added(self, rows: Update) -> None:
         """Offer new blocks; correct the sizes of known ones."""

@@ -125,15 +125,14 @@ def test_it_knows_what_others_write_and_leaves_it_whatever_the_budget_says(world
     assert not world.tier.prepare_store(make_keys(1, start=99)).keys
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.GONE, Outcome.TIMEOUT])
-def test_what_fails_is_not_offered_before_the_next_audit(world: World, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.GONE])
+def test_what_fails_is_not_offered_again(world: World, outcome: Outcome) -> None:
     before = everything(world.folder)
     world.fail(KEYS[0], outcome)
     assert world.hits() == KEYS[1:4]
     assert world.hits() == KEYS[1:4]
     world.keeper.refresh()
-    offered = KEYS[:4] if outcome is Outcome.TIMEOUT else KEYS[1:4]
-    assert world.hits() == offered, "what is known to be bad is not tried again and again"
+    assert world.hits() == KEYS[1:4], "what is known to be bad is not tried again and again"
     assert everything(world.folder) == before
 
 
