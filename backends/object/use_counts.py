@@ -238,7 +238,7 @@ def _read_list(
     store: Store, namespace: str, name: str, size: int, kind: int
 ) -> tuple[Entries, list[str]] | None:
     data = memoryview(bytearray(size))
-    length = store.get(name, [data])
+    length = store.get(name, data)
     if length is None:
         return None
     return manifests.unpack(data[:length], bytes.fromhex(namespace), kinds=(kind,))

@@ -96,17 +96,17 @@ class Store(ABC):
     def get(
         self,
         name: str,
-        into: Sequence[Buffer],
+        into: Buffer,
         *,
         offset: int | None = None,
         deadline: float | None = None,
     ) -> int | None:
-        """Read an object into these buffers, one after the other, without a copy. Returns how many
-        bytes were read, None if there is no such object.
+        """Read an object into this buffer, without a copy. Returns how many bytes were read, None
+        if there is no such object.
 
-        Without `offset` the object may be shorter than the buffers. With one it must have as many
+        Without `offset` the object may be shorter than the buffer. With one it must have as many
         bytes from there on, at least one. Any other size raises `LengthMismatch`. After an error
-        the content of the buffers is undefined.
+        the content of the buffer is undefined.
         """
 
     @abstractmethod
@@ -197,22 +197,11 @@ def read_description(store: Store, namespace: str) -> Namespace | None:
     """The description of a namespace; None if there is none, or none that fits its id."""
     text = memoryview(bytearray(NAMESPACE_BYTES_MAX))
     try:
-        length = store.get(description_name(namespace), [text])
+        length = store.get(description_name(namespace), text)
         found = Namespace.from_json(bytes(text[: length or 0]))
     except (LengthMismatch, msgspec.ValidationError):
         return None
     return found if found.id == namespace else None
-
-
-def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
-    """The first `count` bytes of these buffers, which have at least that many."""
-    found: list[Buffer] = []
-    for view in buffers:
-        if count <= 0:
-            break
-        found.append(view.cast("B")[:count])
-        count -= view.nbytes
-    return found
 
 
 def wrong_length(name: str, found: int) -> LengthMismatch:

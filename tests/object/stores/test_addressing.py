@@ -45,7 +45,7 @@ def test_path_and_virtual_host_addressing(
         there = {"endpoint": "http://s3.example.test", "addressing": style}
         store = open_at("s3://bucket/a%20b", **there)
         store.put("name", [memoryview(BODY)])
-        assert store.get("name", [memoryview(bytearray(len(BODY)))]) == len(BODY)
+        assert store.get("name", memoryview(bytearray(len(BODY)))) == len(BODY)
         lines = [head.split(b"\r\n")[0].decode() for head in server.heads[-2:]]
         assert lines == [f"PUT {target} HTTP/1.1", f"GET {target} HTTP/1.1"]
         store.close()

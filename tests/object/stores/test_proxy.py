@@ -79,7 +79,7 @@ def tls_server(certificate: Path) -> Iterator[HostileServer]:
 
 def get(store: BucketStore) -> bytes:
     into = bytearray(len(BODY))
-    assert store.get("name", [memoryview(into)]) is not None
+    assert store.get("name", memoryview(into)) is not None
     return bytes(into)
 
 
@@ -95,7 +95,7 @@ def test_requests_to_http_are_carried(
         for name in names:
             assert store.put(name, [memoryview(BODY)]) is PutOutcome.STORED
         into = bytearray(len(BODY))
-        assert store.get("n1", [memoryview(into)]) is not None
+        assert store.get("n1", memoryview(into)) is not None
         assert bytes(into) == BODY
         assert [info.name for info in store.list()] == names
         assert store.delete(names) == {}

@@ -41,7 +41,7 @@ def hasty(own_rclone: ServerProcess) -> Iterator[BucketStore]:
 
 def get(store: Store, size: int) -> bytes:
     into = bytearray(size)
-    assert store.get("big", [memoryview(into)]) is not None
+    assert store.get("big", memoryview(into)) is not None
     return bytes(into)
 
 
@@ -94,7 +94,7 @@ def test_a_server_lost_in_the_middle_of_a_get(
 
     def load() -> None:
         try:
-            ended.append(hasty.get("big", [memoryview(into)]))
+            ended.append(hasty.get("big", memoryview(into)))
         except errors.StoreError as error:
             ended.append(error)
 

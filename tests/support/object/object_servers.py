@@ -372,5 +372,5 @@ def serve_body(peer: Peer, head: bytes) -> None:
 def get_body(store: BucketStore) -> bytes:
     """What a store gets from a server that does so."""
     into = bytearray(len(BODY))
-    assert store.get("name", [memoryview(into)]) is not None
+    assert store.get("name", memoryview(into)) is not None
     return bytes(into)

@@ -25,7 +25,7 @@ def retrying_bucket(retry: RetryPolicy | None = None, **settings: Any) -> Retryi
 
 
 def get(store: BucketStore) -> int | None:
-    return store.get("name", [memoryview(bytearray(len(BODY)))])
+    return store.get("name", memoryview(bytearray(len(BODY))))
 
 
 def said(data: bytes) -> Callable[[Peer, bytes], None]:
