@@ -79,7 +79,7 @@ class Audit:
     ) -> None:
         """List and compare; `known` are all namespaces that have an index. Raises StoreError, or
         Unfinished."""
-        expected = {name: self._index_of(name).prints_added() for name in known}
+        expected = {name: object_prints(self._index_of(name).blocks()) for name in known}
         for namespace, blocks in groupby(self._blocks(prefix, stop_at), key=lambda block: block[0]):
             check_namespaces(self.findings)
             self.descriptions.add_block(namespace)
@@ -148,8 +148,7 @@ class Audit:
         """Blocks that are recorded and gone for certain."""
         if not len(unlisted):
             return
-        index = self._index_of(namespace)
-        entries = index.entries[index.added]
+        entries = self._index_of(namespace).blocks()
         missing = entries[np.isin(object_prints(entries), unlisted)]
         every = len(missing) <= _ASKED_MAX
         for piece in self._yield.chunks(len(missing)):
@@ -169,8 +168,7 @@ class Audit:
 
     def _note_copies(self, namespace: str, found: Findings) -> None:
         """Of several objects of one block only that of the latest generation stays."""
-        index = self._index_of(namespace)
-        entries = index.entries[index.added]
+        entries = self._index_of(namespace).blocks()
         entries = entries[np.argsort(entries["generation"], kind="stable")[::-1]]
         if not len(entries) or entries[0]["generation"] == 0:
             return

@@ -35,6 +35,7 @@ from kvtier.backends.object.gil_yield import GilYield
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.lease import LEASE_S, PATIENCE, CaretakerReport, Lease, Servers
 from kvtier.backends.object.manifests import (
+    ADDED,
     REMOVED,
     Entries,
     joined,
@@ -228,7 +229,7 @@ class Caretaker:
             journal = Journal(self._store, namespace, writer, seen=self._seen, quiet=is_own)
             index = BlockIndex(journal.read_all(relayed=True))
             self._journals[namespace], self._indexes[namespace] = journal, index
-            self._doom(namespace, index.entries[~index.added])
+            self._doom(namespace, index.entries[index.entries["kind"] == REMOVED])
         entries = journal.read_to_relay()
         self._doomed_bytes += self._indexes[namespace].apply(entries)
         self._tell(namespace, entries)
@@ -364,7 +365,7 @@ class Caretaker:
     def _block_bytes(self, namespace: str) -> int:
         """About: the sizes of removed objects are not known any more."""
         index = self._indexes[namespace]
-        return index.bytes // max(1, int(index.added.sum()))
+        return index.bytes // max(1, int((index.entries["kind"] == ADDED).sum()))
 
     # -- evicting --------------------------------------------------------------------------------
 
@@ -399,7 +400,7 @@ class Caretaker:
         names = [name for name, index in self._indexes.items() if index.bytes]
         if not names:
             return
-        pieces = [self._indexes[name].entries[self._indexes[name].added] for name in names]
+        pieces = [self._indexes[name].blocks() for name in names]
         worths = [self._worth(name, some) for name, some in zip(names, pieces, strict=True)]
         worth = np.concatenate(worths)
         sizes = np.concatenate([some["size"] for some in pieces])

@@ -327,7 +327,6 @@ class ServerPresence:
 
     def close(self) -> None:
         """We store no more. Raises StoreError."""
-        writer_ids.mark_ended(self.name.server)
         if self._renewed_at > 0:
             self._store.delete([str(self.name)])
         self._renewed_at = -1e18

@@ -40,8 +40,7 @@ class Tombstones:
     """Objects that were removed lately. Until their deletion is long over the next object of the
     same block gets a later generation, and so another name: a late delete never hits it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._of: dict[BlockKey, tuple[int, float]] = {}
         """The latest generation that was removed, and when, in seconds of the epoch."""
         self._oldest: deque[tuple[float, BlockKey]] = deque()
@@ -50,7 +49,7 @@ class Tombstones:
         self._expire()
         before = self._of.get(key, (0, 0.0))
         self._of[key] = max((generation, at), before)
-        self._oldest.append((self._clock() + _TOMBSTONE_S, key))
+        self._oldest.append((time.monotonic() + _TOMBSTONE_S, key))
 
     def covers(self, key: BlockKey, generation: int, at: float) -> bool:
         """Whether this object, which was recorded at a time, has been removed since, or is older
@@ -68,7 +67,7 @@ class Tombstones:
         return self._of.keys()
 
     def _expire(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         for _ in range(_EXPIRED_AT_ONCE):
             if not self._oldest or self._oldest[0][0] > now:
                 return

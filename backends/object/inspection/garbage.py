@@ -119,10 +119,8 @@ def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
 
 
 class Survey(msgspec.Struct):
-    """What lies below a url, and what of it should go, oldest first."""
+    """What of that which lies below a url should go, the oldest blocks first."""
 
-    blocks: int = 0
-    bytes: int = 0
     garbage: list[ObjectInfo] = []
     empty_namespaces: dict[str, int] = {}
     """How many bytes describe each namespace that has no block and that nobody uses."""
@@ -156,16 +154,16 @@ def survey(
             descriptions.add_other(info)
     order = np.argsort(np.asarray(times), kind="stable")
     oldest, summed = np.asarray(times)[order], np.cumsum(np.asarray(sizes)[order])
-    found = Survey(len(order), int(summed[-1]) if len(order) else 0)
+    found = Survey()
     count = 0 if age_max_s is None else int(np.searchsorted(oldest, now - age_max_s))
-    if (surplus := found.bytes - capacity) > 0:
+    if len(order) and (surplus := int(summed[-1]) - capacity) > 0:
         count = max(count, int(np.searchsorted(summed, surplus)) + 1)
     if count:
         blocks = (info for info in _listed(store, without) if parse_block(info.name))
         chosen = [info for info in blocks if info.modified_s <= oldest[count - 1]]
         found.garbage = sorted(chosen, key=lambda info: info.modified_s)[:count]
     for namespace, size in descriptions.without_blocks().items():
-        if namespaces.is_unused(store, namespace, store_time(now)):
+        if namespaces.leftovers(store, namespace, store_time(now)) is not None:
             found.empty_namespaces[namespace] = size
     return found
 

@@ -21,7 +21,7 @@ from support.object.manual_keepers import (
     opened,
 )
 
-from kvtier.backends.object.caretaker import Caretaker, Limits
+from kvtier.backends.object.caretaker import Caretaker
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.lease import LEASE_S, PATIENCE
@@ -32,7 +32,6 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.use_counts import Uses
-from kvtier.eviction import create_policy
 from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Namespace, Presence
@@ -71,12 +70,7 @@ def caretaker_of(keeper: Keeper) -> Caretaker:
 def crowded(store: FileStore, capacity: int, **more: Any) -> tuple[Keeper, ObjectTier]:
     """A server of another model beside those blocks, which needs room."""
     other = Namespace(facts={"model": "other"}, group_bytes=NAMESPACE.group_bytes)
-    limits = Limits(capacity, refresh_s=600.0, audit_s=600.0, **more)
-    keeper = Keeper(store, other, limits)
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
-    return keeper, tier
+    return opened(store, capacity, namespace=other, **more)
 
 
 def make_room(keeper: Keeper, tier: ObjectTier) -> None:
@@ -88,11 +82,7 @@ def test_until_the_election_is_over_nothing_is_stored(tmp_path: Path) -> None:
     """In a store without conditional puts. What is there is served, and who opens a tier waits."""
     store, clock = LastWins(tmp_path / "store"), Clock()
     keys = filled(store, 3)
-    limits = Limits(8 * RECORD, refresh_s=600.0, audit_s=600.0)
-    keeper = Keeper(store, NAMESPACE, limits, steady=clock)
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
+    keeper, tier = opened(store, 8 * RECORD, steady=clock)
     assert hits(tier, keys) == keys
     assert keeper.caretaker is None
     assert not tier.prepare_store(make_keys(1, start=9)).keys
@@ -111,12 +101,8 @@ class Server:
     """One that looks when it is told to, by a clock that the test moves."""
 
     def __init__(self, store: FileStore, blocks: int, clock: Clock) -> None:
-        limits = Limits(blocks * RECORD, refresh_s=600.0, audit_s=1e6)
-        self.keeper = Keeper(store, NAMESPACE, limits, steady=clock)
-        self.tier = ObjectTier(self.keeper, create_policy())
+        self.keeper, self.tier = opened(store, blocks * RECORD, steady=clock, audit_s=1e6)
         self._store = store
-        self.keeper.open(self.tier.offered)
-        self.tier.start()
 
     def look(self) -> None:
         look(self.keeper, self.tier)
@@ -382,22 +368,6 @@ def test_a_store_that_is_full_gets_room(store: FileStore, monkeypatch: pytest.Mo
     state = Journal(store, NAMESPACE.id).read_all()
     assert (state["kind"] == ADDED).sum() == blocks_in(store)
     keeper.close()
-
-
-def test_who_closes_says_all_and_leaves_its_place(store: FileStore) -> None:
-    keeper, tier = opened(store)
-    keys = make_keys(3)
-    tier.prepare_store(keys)
-    for key in keys:
-        put(store, key)
-    tier.complete_store(keys)
-    keeper.close()
-    assert list(store.list("servers/")) == []
-    assert keys_of(Journal(store, NAMESPACE.id).read_all()) == keys
-    late, theirs = opened(store)
-    assert late.caretaker is not None
-    assert hits(theirs, keys) == keys
-    late.close()
 
 
 def test_who_could_reach_the_store_only_later_leaves_its_place_too(

@@ -23,7 +23,6 @@ from support.object.manual_keepers import (
 from kvtier.backends.object import gil_yield, queues
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.budget import Budget
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.manifests import ADDED, REMOVED, SKEW_US, pack_entries
@@ -33,7 +32,6 @@ from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.eviction import create_policy
 from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Presence
@@ -83,10 +81,7 @@ def test_nothing_is_evicted_before_the_first_listing_has_ended(
     monkeypatch.setattr(keeper_module, "_OPEN_S", -1.0)
     store = FileStore(tmp_path / "store")
     keys = filled(store, 50)
-    keeper = Keeper(store, NAMESPACE, Limits(10 * RECORD, refresh_s=600.0, audit_s=600.0))
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
+    keeper, tier = opened(store, 10 * RECORD)
 
     def away(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
         if not prefix:

@@ -42,10 +42,9 @@ class Shared:
         at_us: int,
         generations: Sequence[int] = (0,),
         keys: Sequence[BlockKey] = (KEY,),
-        size: int = RECORD,
     ) -> None:
         """The neighbour writes this down, and the tier hears of it."""
-        sizes, times = [size] * len(keys), [self.now_us + at_us] * len(keys)
+        sizes, times = [RECORD] * len(keys), [self.now_us + at_us] * len(keys)
         self.neighbour.append(pack_entries(kind, keys, generations, sizes, times))
         self.keeper._publish(self.keeper._journal.read_new())
         self.tier.tick()
@@ -162,13 +161,6 @@ def test_what_is_being_stored_is_counted_once_though_another_has_stored_it(
     shared.tier.complete_store([KEY])
     assert shared.offered
     assert shared.budget.used == RECORD
-
-
-def test_a_size_that_is_told_anew_is_what_counts(shared: Shared) -> None:
-    shared.put()
-    shared.say(ADDED, -2000)
-    shared.say(ADDED, -1000, size=RECORD // 2)
-    assert shared.budget.used == RECORD // 2
 
 
 def test_each_of_many_is_offered_by_its_own_name(shared: Shared) -> None:

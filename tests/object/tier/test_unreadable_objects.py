@@ -19,7 +19,6 @@ from support.object.object_servers import (
 )
 from support.object.s3_client_helpers import retrying_bucket
 
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.inspection import garbage as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import ReadOnlyKeeper
@@ -28,9 +27,7 @@ from kvtier.backends.object.object_names import block_name, description_name
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Store
-from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.use_counts import Uses, used_blocks
-from kvtier.eviction import create_policy
 from kvtier.slab.layout import keys_of
 from kvtier.system.disk import AnyPath, Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -176,10 +173,7 @@ def test_a_listing_finds_what_closed_manifests_tell_of(store: Store, guard: Guar
     assert tier.lookup(keys) == [Presence.HIT] * 3
     keeper.close()
     assert name in manifests(store)
-    reader = ReadOnlyKeeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
-    seen = ObjectTier(reader, create_policy())
-    reader.open(seen.offered)
-    seen.start()
+    reader, seen = opened(store, kind=ReadOnlyKeeper)
     assert seen.lookup(keys) == [Presence.HIT] * 3, "it was written down"
     reader.close()
 

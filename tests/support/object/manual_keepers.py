@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.backends.object import budget
 from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
@@ -17,7 +19,7 @@ from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, 
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.eviction import create_policy
 from kvtier.testing.subject import NAMESPACE, make_keys
-from kvtier.types import BlockKey
+from kvtier.types import BlockKey, Namespace
 
 RECORD = 12288
 CAPACITY = 1 << 40
@@ -68,14 +70,24 @@ class LastWins(FileStore):
         return super().put(name, buffers, **(more | {"if_absent": False}))
 
 
-def created(store: Store, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
-    keeper = Keeper(store, NAMESPACE, Limits(capacity, refresh_s=600.0, audit_s=600.0))
+def created(
+    store: Store,
+    capacity: int = CAPACITY,
+    *,
+    kind: type[Keeper] = Keeper,
+    namespace: Namespace = NAMESPACE,
+    clock: Callable[[], float] = time.time,
+    steady: Callable[[], float] = budget.clock,
+    **limits: Any,
+) -> tuple[Keeper, ObjectTier]:
+    chosen = Limits(capacity, **{"refresh_s": 600.0, "audit_s": 600.0} | limits)
+    keeper = kind(store, namespace, chosen, clock=clock, steady=steady)
     return keeper, ObjectTier(keeper, create_policy())
 
 
-def opened(store: Store, capacity: int = CAPACITY) -> tuple[Keeper, ObjectTier]:
+def opened(store: Store, capacity: int = CAPACITY, **more: Any) -> tuple[Keeper, ObjectTier]:
     """The tier offers what is written down in the store."""
-    keeper, tier = created(store, capacity)
+    keeper, tier = created(store, capacity, **more)
     keeper.open(tier.offered)
     tier.start()
     return keeper, tier
