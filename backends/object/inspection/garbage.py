@@ -31,7 +31,6 @@ from kvtier.backends.object.settings import ObjectSettings, capacity_of
 from kvtier.backends.object.stores.store import CRASHED_S, ObjectInfo, Store
 from kvtier.errors import MediumError
 from kvtier.inspect import Contents, Garbage, Part, Reporter, inspector
-from kvtier.settings import WritePolicy
 
 _AT_ONCE = 1 << 14
 """So many blocks are deleted and then recorded as removed: their manifest is written in time."""
@@ -87,7 +86,7 @@ def _below(settings: ObjectSettings, namespace: str) -> str:
 def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
     capacity = capacity_of(settings)
     age_s = None if settings.age_max is None else settings.age_max.seconds
-    if settings.write is WritePolicy.NEVER:  # how much others keep, and for how long, is up to them
+    if settings.only_read:  # how much others keep, and for how long, is up to them
         capacity, age_s = sys.maxsize, None
 
     def look(store: Store) -> Survey:

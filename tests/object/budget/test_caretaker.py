@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ from support.object.manual_keepers import (
     Clock,
     LastWins,
     LockedStore,
+    UnwellStore,
     blocks_in,
     created,
     filled,
     look,
+    no_full_listing,
+    nothing_at_all,
     opened,
 )
 
@@ -40,8 +43,8 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
+def store(tmp_path: Path) -> UnwellStore:
+    return UnwellStore(tmp_path / "store")
 
 
 def put(store: FileStore, key: BlockKey, ago_s: float = 0.0, generation: int = 0) -> None:
@@ -329,22 +332,19 @@ def test_what_is_locked_is_counted_and_tried_again_and_said_once(
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_a_listing_that_failed_is_left_until_the_next_look(store: FileStore) -> None:
+def test_a_listing_that_failed_is_left_until_the_next_look(store: UnwellStore) -> None:
     keeper, _ = opened(store)
-    list_some, tried = store.list, 0
+    asked: list[str] = []
 
-    def refuse(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
-        nonlocal tried
-        if not prefix:
-            tried += 1
-            raise Unavailable("not now")
-        return list_some(prefix, **more)
+    def refuse(call: str, name: str) -> Unavailable | None:
+        asked.append(f"{call} {name}")
+        return no_full_listing(call, name)
 
-    store.list = refuse  # type: ignore[method-assign]
+    store.fails = refuse
     keeper._next_audit = 0.0
     for _ in range(3):
         keeper.run_once()
-    assert tried == 1
+    assert asked.count("list ") == 1
     assert keeper.unwell
 
 
@@ -370,19 +370,13 @@ def test_a_store_that_is_full_gets_room(store: FileStore, monkeypatch: pytest.Mo
     keeper.close()
 
 
-def test_who_could_reach_the_store_only_later_leaves_its_place_too(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Unavailable("the store is away")
-
+def test_who_could_reach_the_store_only_later_leaves_its_place_too(store: UnwellStore) -> None:
     keeper, tier = created(store)
-    with monkeypatch.context() as away:
-        for call in ("put", "get", "list"):
-            away.setattr(FileStore, call, refuse)
-        with pytest.raises(Unavailable):
-            keeper.open(tier.offered)
-        tier.start()
+    well, store.fails = store.fails, nothing_at_all
+    with pytest.raises(Unavailable):
+        keeper.open(tier.offered)
+    tier.start()
+    store.fails = well
     look(keeper, tier)
     assert keeper.caretaker is not None
     keeper.close()
@@ -393,20 +387,15 @@ def test_who_could_reach_the_store_only_later_leaves_its_place_too(
 
 
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
-    store: FileStore, caplog: pytest.LogCaptureFixture
+    store: UnwellStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper, _ = opened(store)
-    list_some: Callable[..., Iterator[ObjectInfo]] = store.list
-
-    def astray(*_: Any, **__: Any) -> Iterator[ObjectInfo]:
-        raise MemoryError
-
-    store.list = astray  # type: ignore[method-assign]
+    well, store.fails = store.fails, lambda call, name: MemoryError()
     for _ in range(3):
         keeper._next_look = 0.0
         keeper.run_once()
     assert keeper.unwell
-    store.list = list_some  # type: ignore[method-assign]
+    store.fails = well
     keeper._next_look = 0.0
     keeper.run_once()
     assert not keeper.unwell
@@ -414,21 +403,14 @@ def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     keeper.close()
 
 
-def test_a_term_that_could_not_begin_begins_at_a_later_look(store: FileStore) -> None:
+def test_a_term_that_could_not_begin_begins_at_a_later_look(store: UnwellStore) -> None:
     """Its first look at what is there fails, and nobody else can be the caretaker meanwhile."""
     keys = filled(store, 3)
-    list_some = store.list
-
-    def away(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
-        if not prefix:
-            raise Unavailable("not now")
-        return list_some(prefix, **more)
-
-    store.list = away  # type: ignore[method-assign]
+    well, store.fails = store.fails, no_full_listing
     keeper, tier = created(store)
     with pytest.raises(Unavailable):
         keeper.open(tier.offered)
-    store.list = list_some  # type: ignore[method-assign]
+    store.fails = well
     look(keeper, tier)
     look(keeper, tier)
     assert keeper.caretaker is not None

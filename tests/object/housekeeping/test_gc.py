@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import time
 import tracemalloc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.object.manual_keepers import LockedStore
+from support.object.manual_keepers import LockedStore, UnwellStore
 from support.object.object_subjects import FOLDER
 
 from kvtier.backends.object.inspection import garbage as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifests import REMOVED
 from kvtier.backends.object.object_names import block_name, description_name, parse_block
-from kvtier.backends.object.stores.errors import StoreError, Unavailable
+from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.slab.layout import keys_of
@@ -59,19 +58,12 @@ def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
 def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(FileStore):
-        left = 2
-
-        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-            if not self.left:
-                raise Unavailable("away")
-            self.left -= 1
-            return super().delete(names, **more)
-
+    left = [None, None, Unavailable("away")]
     monkeypatch.setattr(gc, "_AT_ONCE", 2)
     keys = rig.put(make_keys(6))
     rig.tier.flush()
-    store = Failing(rig.folder / "store")
+    store = UnwellStore(rig.folder / "store")
+    store.fails = lambda call, name: left.pop(0) if call == "delete" else None
     with pytest.raises(Unavailable):
         gc.collect(store, gc.survey(store, 0, None, time.time()))
     entries = Journal(store, NAMESPACE.id).read_all()

@@ -13,7 +13,7 @@ from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name
-from kvtier.backends.object.stores.errors import AccessDenied, StoreError
+from kvtier.backends.object.stores.errors import AccessDenied, StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store
 from kvtier.backends.object.tier import ObjectTier
@@ -53,6 +53,44 @@ class LockedStore(FileStore):
     def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
         super().delete([name for name in names if not self.locked(name)], **more)
         return {name: AccessDenied("locked") for name in names if self.locked(name)}
+
+
+class UnwellStore(FileStore):
+    """A folder; `fails` says of a call and a name why it fails, or nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fails: Callable[[str, str], Exception | None] = lambda call, name: None
+
+    def _try(self, call: str, name: str) -> None:
+        if (error := self.fails(call, name)) is not None:
+            raise error
+
+    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
+        self._try("put", name)
+        return super().put(name, buffers, **more)
+
+    def get(self, name: str, into: Buffer, **more: Any) -> int | None:
+        self._try("get", name)
+        return super().get(name, into, **more)
+
+    def list(self, prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
+        self._try("list", prefix)
+        return super().list(prefix, **more)
+
+    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
+        self._try("delete", " ".join(names))
+        return super().delete(names, **more)
+
+
+def no_full_listing(call: str, name: str) -> Unavailable | None:
+    """What an `UnwellStore` does that lists namespaces, and not all."""
+    return Unavailable("not now") if (call, name) == ("list", "") else None
+
+
+def nothing_at_all(call: str, name: str) -> Unavailable:
+    """What one does that is away."""
+    return Unavailable("the store is away")
 
 
 class Clock:
