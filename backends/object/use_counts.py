@@ -74,7 +74,7 @@ class Uses:
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
         self._counts: Counter[BlockKey] = Counter()
         self._retained: Mapping[BlockKey, float] = {}
-        self._stated = self._retained
+        self._stated: Mapping[BlockKey, float] = self._retained
         """What our list in the store says."""
         self._undeleted = 0
         """So many lists have been joined that the store would not delete."""

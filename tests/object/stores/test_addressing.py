@@ -64,26 +64,18 @@ def test_an_endpoint_below_a_path(endpoint: str, style: Any, found: str) -> None
     assert find_place(settings).endpoint == found
 
 
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
-def test_an_endpoint_of_the_environment_is_not_asked_for_names_below_it(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("by", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile", "services"])
+def test_an_endpoint_of_the_environment_or_the_profile_is_not_asked_for_names_below_it(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str
 ) -> None:
-    monkeypatch.setenv(name, server.endpoint)
-    store = open_at("s3://bucket/a")
-    store.put("name", [memoryview(BODY)])
-    assert server.heads[-1].startswith(b"PUT /bucket/a/name HTTP/1.1")
-    store.close()
-
-
-@pytest.mark.parametrize("services", [False, True])
-def test_nor_is_one_of_the_profile(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, services: bool
-) -> None:
-    named = f"endpoint_url = {server.endpoint}\n"
-    text = f"[default]\nservices = here\n[services here]\ns3 =\n  {named}"
-    config = tmp_path / "config"
-    config.write_text(text if services else f"[default]\n{named}")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    if by.startswith("AWS"):
+        monkeypatch.setenv(by, server.endpoint)
+    else:
+        section = "[default]\nservices = here\n[services here]\ns3 =\n  "
+        section = section if by == "services" else "[default]\n"
+        config = tmp_path / "config"
+        config.write_text(f"{section}endpoint_url = {server.endpoint}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     store = open_at("s3://bucket/a")
     store.put("name", [memoryview(BODY)])
     assert server.heads[-1].startswith(b"PUT /bucket/a/name HTTP/1.1")

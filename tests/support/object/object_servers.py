@@ -278,7 +278,7 @@ class HostileServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
 
     def _accept(self) -> None:
         while True:
