@@ -75,14 +75,10 @@ class Master:
         # As its clients reach it: no proxy stands between the machines of a pool.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def names(self, prefix: str) -> list[str]:
-        """The names of all values that begin so."""
-        text = self._ask("/get_all_keys").decode(errors="replace")
-        return sorted(name for name in text.splitlines() if name.startswith(prefix))
-
     def values(self, prefix: str) -> Iterator[PoolValue]:
         """The values whose names begin so, as far as they are in memory still."""
-        names = iter(self.names(prefix))
+        text = self._ask("/get_all_keys").decode(errors="replace")
+        names = iter(sorted(name for name in text.splitlines() if name.startswith(prefix)))
         while some := list(islice(names, _ASKED_AT_ONCE)):
             asked = ",".join(map(urllib.parse.quote, some))
             found = self._read(f"/batch_query_keys?keys={asked}", _NamedValues).data

@@ -27,13 +27,13 @@ from kvtier.backends.object.manifests import (
     joined,
     key_prints,
     object_prints,
+    objects_in,
     objects_of,
-    pack_entries,
+    removals,
 )
 from kvtier.backends.object.namespaces import Descriptions
 from kvtier.backends.object.object_names import ObjectKey, block_name, parse_block
 from kvtier.backends.object.stores.store import ObjectInfo, Store, check_namespaces
-from kvtier.slab.layout import keys_of
 
 _ASKED_MAX = 512
 """The store is asked about so many missing objects of a namespace, one by one; of more, about one
@@ -69,7 +69,6 @@ class Audit:
         self._store = store
         self._index_of = index_of
         self._now_us = int(now_s * 1e6)
-        self._now_s = now_s
         self._too_old_s = too_old_s
         self._yield = gil_yield
         self.findings: dict[str, Findings] = {}
@@ -80,7 +79,7 @@ class Audit:
     ) -> None:
         """List and compare; `known` are all namespaces that have an index. Raises StoreError, or
         Unfinished."""
-        expected = {name: self._index_of(name).prints_added() for name in known}
+        expected = {name: object_prints(self._index_of(name).blocks()) for name in known}
         for namespace, blocks in groupby(self._blocks(prefix, stop_at), key=lambda block: block[0]):
             check_namespaces(self.findings)
             self.descriptions.add_block(namespace)
@@ -117,7 +116,7 @@ class Audit:
         self, index: BlockIndex, found: Findings, some: list[tuple[ObjectInfo, ObjectKey]]
     ) -> Entries:
         """Compare some listed blocks; returns their objects."""
-        objects = objects_of(*zip(*(key for _, key in some), strict=True))
+        objects = objects_of([key for _, key in some])
         rows = index.find(objects)
         recorded = np.zeros(len(rows), ENTRY)  # without a kind if no entry is about the object
         recorded[rows >= 0] = index.entries[rows[rows >= 0]]
@@ -143,22 +142,18 @@ class Audit:
         return objects
 
     def _removed(self, keys: list[ObjectKey], after_us: int) -> Entries:
-        at_us = max(self._now_us, after_us + 1)
-        return pack_entries(
-            REMOVED, [key for key, _ in keys], [generation for _, generation in keys], 0, at_us
-        )
+        return removals(keys, max(self._now_us, after_us + 1))
 
     def _note_missing(self, namespace: str, found: Findings, unlisted: Prints) -> None:
         """Blocks that are recorded and gone for certain."""
         if not len(unlisted):
             return
-        index = self._index_of(namespace)
-        entries = index.entries[index.added]
+        entries = self._index_of(namespace).blocks()
         missing = entries[np.isin(object_prints(entries), unlisted)]
         every = len(missing) <= _ASKED_MAX
         for piece in self._yield.chunks(len(missing)):
             objects = missing[piece]
-            keys = list(zip(keys_of(objects), objects["generation"].tolist(), strict=True))
+            keys = objects_in(objects)
             if every:
                 keys = [key for key in keys if not self._is_there(namespace, key)]
             elif self._is_there(namespace, keys[-1]):
@@ -173,8 +168,7 @@ class Audit:
 
     def _note_copies(self, namespace: str, found: Findings) -> None:
         """Of several objects of one block only that of the latest generation stays."""
-        index = self._index_of(namespace)
-        entries = index.entries[index.added]
+        entries = self._index_of(namespace).blocks()
         entries = entries[np.argsort(entries["generation"], kind="stable")[::-1]]
         if not len(entries) or entries[0]["generation"] == 0:
             return
@@ -183,6 +177,6 @@ class Audit:
         copies[first] = False
         if copies.any():
             spare = entries[copies]
-            keys = list(zip(keys_of(spare), spare["generation"].tolist(), strict=True))
+            keys = objects_in(spare)
             found.leftovers += keys
             found.corrections.append(self._removed(keys, int(spare["time_us"].max())))

@@ -15,7 +15,6 @@ from kvtier.backends.object.manifests import (
     ENTRY,
     REMOVED,
     Entries,
-    Prints,
     merge,
     object_prints,
     same_objects,
@@ -24,7 +23,6 @@ from kvtier.backends.object.manifests import (
 _UNSORTED_MIN = 4096
 _UNSORTED_SHARE = 8
 _ROOM_MIN = 1024
-Flags = npt.NDArray[np.bool_]
 
 
 class BlockIndex:
@@ -58,15 +56,10 @@ class BlockIndex:
         """A view of all entries; rows stay where they are until `forget_removed`."""
         return self._rows[: self._count]
 
-    @property
-    def added(self) -> Flags:
-        """For each entry, whether its object is there."""
-        flags: Flags = self.entries["kind"] == ADDED
-        return flags
-
-    def prints_added(self) -> Prints:
-        """Fingerprints of all objects that are there."""
-        return object_prints(self.entries[self.added])
+    def blocks(self) -> Entries:
+        """The entries of all blocks that are there."""
+        found: Entries = self.entries[self.entries["kind"] == ADDED]
+        return found
 
     def find(self, objects: Entries) -> npt.NDArray[np.intp]:
         """The row of the entry about each of these objects, -1 if there is none."""

@@ -32,12 +32,11 @@ class Budget:
         """Of everything below the url, as the caretaker sees it."""
         self.used = 0
         """Bytes of all blocks of the namespace that are known or reserved."""
-        self.uncatalogued = 0
-        """Bytes of objects that are there but not offered, until the tier hears of them again."""
         self._block_bytes = block_bytes
         self._clock = clock
-        self._lock = threading.Lock()
-        self._alone = False
+        self._lock = threading.RLock()
+        self.alone = False
+        """Whether evicting makes room at once; if not, the caretaker makes it."""
         self._limit = 0
         """What may be used: by the whole namespace if alone, else beyond what the caretaker saw."""
         self._until = 0.0
@@ -52,27 +51,27 @@ class Budget:
     # -- the scheduler's side --------------------------------------------------------------------
 
     @property
-    def alone(self) -> bool:
-        """Whether evicting makes room at once; if not, the caretaker makes it."""
-        return self._alone
-
-    @property
     def room(self) -> int:
         """Bytes that may be reserved now."""
         with self._lock:
-            return self._room()
+            if self._clock() >= self._until:
+                return 0
+            if self.alone:
+                dropped = self._dropped + sum(size for _, _, size in self._recorded)
+                return max(0, self._limit - self.used - dropped)
+            return max(0, self._limit - self.unseen)
 
     def hold(self, blocks: int) -> tuple[int, float]:
         """For how many of these blocks there is room, and until when they may be written."""
         with self._lock:
-            return min(blocks, self._room() // self._block_bytes), self._until
+            return min(blocks, self.room // self._block_bytes), self._until
 
     def evictable(self, blocks: int) -> int:
         """For how many of these blocks evicting others makes room at once."""
         with self._lock:
-            if not self._alone or self._clock() >= self._until:
+            if not self.alone or self._clock() >= self._until:
                 return 0
-            return blocks if self.used + self.uncatalogued <= self._limit else 0
+            return blocks if self.used <= self._limit else 0
 
     def reserve(self, size: int) -> None:
         """Use room for a block that is about to be written."""
@@ -85,29 +84,18 @@ class Budget:
         with self._lock:
             self._dropped += size
 
-    def _room(self) -> int:
-        if self._clock() >= self._until:
-            return 0
-        if self._alone:
-            dropped = self._dropped + sum(size for _, _, size in self._recorded)
-            return max(0, self._limit - self.used - self.uncatalogued - dropped)
-        return max(0, self._limit - self._unseen())
-
-    def _unseen(self) -> int:
-        return self._pending + sum(size for _, size, _ in self._recorded)
-
     # -- the keeper's side -----------------------------------------------------------------------
 
     @property
     def mostly_unrecorded(self) -> bool:
         """Whether half of what may be stored is in the store and not in manifests yet."""
-        return not self._alone and 0 < self._limit <= 2 * self._pending
+        return not self.alone and 0 < self._limit <= 2 * self._pending
 
     @property
     def unseen(self) -> int:
         """Bytes reserved beyond what the caretaker has seen of our manifests."""
         with self._lock:
-            return self._unseen()
+            return self._pending + sum(size for _, size, _ in self._recorded)
 
     @property
     def waits_to_be_seen(self) -> bool:
@@ -127,9 +115,4 @@ class Budget:
         with self._lock:
             while self._recorded and self._recorded[0][0] <= seen:
                 self._recorded.popleft()
-            self._limit, self._until, self._alone = limit, until, alone
-
-    def revoke(self) -> None:
-        """Nothing may be reserved until the next grant."""
-        with self._lock:
-            self._limit, self._until, self._alone = 0, 0.0, False
+            self._limit, self._until, self.alone = limit, until, alone

@@ -35,20 +35,21 @@ from kvtier.backends.object.gil_yield import GilYield
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.lease import LEASE_S, PATIENCE, CaretakerReport, Lease, Servers
 from kvtier.backends.object.manifests import (
+    ADDED,
     REMOVED,
     Entries,
     joined,
     key_prints,
-    objects_of,
+    objects_in,
     pack_entries,
+    removals,
 )
 from kvtier.backends.object.namespaces import Descriptions
 from kvtier.backends.object.object_names import ObjectKey, ServerName, block_name, caretaker_writer
 from kvtier.backends.object.stores.errors import Misconfigured, StoreError, StoreFull
-from kvtier.backends.object.stores.store import Store
+from kvtier.backends.object.stores.store import CRASHED_S, Store
 from kvtier.backends.object.use_counts import new_uses, retained_blocks
 from kvtier.settings import ByteSize
-from kvtier.slab.layout import keys_of
 from kvtier.types import BlockKey
 
 _log = logging.getLogger(__name__)
@@ -73,8 +74,6 @@ _RETAINED_WORTH = 1e12
 _USES_EVERY_S = 30.0
 _DELETES_SHARE = 4
 """Deletes of one round take a fourth of the lease at most; the rest waits for the next."""
-_CRASHED_S = 3600.0
-"""A temporary file that has not been touched for so long has no writer any more."""
 _REMEMBERED_S = 60.0
 _REMEMBERED_LOOKS = 4
 """Servers record, the caretaker relays, others read: each once a look."""
@@ -198,7 +197,8 @@ class Caretaker:
             self._record_late()
         for namespace, journal in self._journals.items():
             if journal.worth_joining():
-                self._join(namespace)
+                self._lease.confirm()
+                journal.join(self._indexes[namespace].entries)
         self._own_has_all = self.alone
         return self.report
 
@@ -229,7 +229,7 @@ class Caretaker:
             journal = Journal(self._store, namespace, writer, seen=self._seen, quiet=is_own)
             index = BlockIndex(journal.read_all(relayed=True))
             self._journals[namespace], self._indexes[namespace] = journal, index
-            self._doom(namespace, index.entries[~index.added])
+            self._doom(namespace, index.entries[index.entries["kind"] == REMOVED])
         entries = journal.read_to_relay()
         self._doomed_bytes += self._indexes[namespace].apply(entries)
         self._tell(namespace, entries)
@@ -290,8 +290,7 @@ class Caretaker:
             self.news.append(entries)
 
     def _doom(self, namespace: str, removed: Entries) -> None:
-        keys = zip(keys_of(removed), removed["generation"].tolist(), strict=True)
-        self._doomed.extend((namespace, key) for key in keys)
+        self._doomed.extend((namespace, key) for key in objects_in(removed))
 
     def _make_report(self) -> CaretakerReport:
         capacity = self._capacity()
@@ -366,7 +365,7 @@ class Caretaker:
     def _block_bytes(self, namespace: str) -> int:
         """About: the sizes of removed objects are not known any more."""
         index = self._indexes[namespace]
-        return index.bytes // max(1, int(index.added.sum()))
+        return index.bytes // max(1, int((index.entries["kind"] == ADDED).sum()))
 
     # -- evicting --------------------------------------------------------------------------------
 
@@ -401,7 +400,7 @@ class Caretaker:
         names = [name for name, index in self._indexes.items() if index.bytes]
         if not names:
             return
-        pieces = [self._indexes[name].entries[self._indexes[name].added] for name in names]
+        pieces = [self._indexes[name].blocks() for name in names]
         worths = [self._worth(name, some) for name, some in zip(names, pieces, strict=True)]
         worth = np.concatenate(worths)
         sizes = np.concatenate([some["size"] for some in pieces])
@@ -435,14 +434,12 @@ class Caretaker:
         if namespace == self._own.namespace:
             spared.update(self._spared())
         if spared:
-            keys = list(spared)
-            worth[np.isin(prints, key_prints(objects_of(keys, [0] * len(keys))))] = np.inf
+            worth[np.isin(prints, key_prints(pack_entries(0, list(spared), 0, 0, 0)))] = np.inf
         return worth
 
     def _remove(self, namespace: str, some: Entries) -> None:
-        keys, generations = keys_of(some), some["generation"].tolist()
         at_us = max(int(self._clock() * 1e6), int(some["time_us"].max()) + 1)
-        entries = pack_entries(REMOVED, keys, generations, 0, at_us)
+        entries = removals(objects_in(some), at_us)
         self._record(namespace, entries)
         self._doom(namespace, entries)
 
@@ -502,10 +499,8 @@ class Caretaker:
                     int((begun_s - self._limits.remembered_s) * 1e6)
                 )
             journal.drop_damaged()
-            if journal.worth_joining():
-                self._join(namespace)
         self._sweep(found.descriptions)
-        for _ in self._store.sweep(_CRASHED_S):
+        for _ in self._store.sweep(CRASHED_S):
             self._yield()
 
     def _sweep(self, descriptions: Descriptions) -> None:
@@ -530,10 +525,6 @@ class Caretaker:
         if namespace not in self._indexes:
             self._read(namespace)
         return self._indexes[namespace]
-
-    def _join(self, namespace: str) -> None:
-        self._lease.confirm()
-        self._journals[namespace].join(self._indexes[namespace].entries)
 
 
 def fair_share(free: int, granted: Sequence[int]) -> int:

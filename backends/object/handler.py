@@ -88,7 +88,7 @@ class ObjectHandler(Handler):
     def _load(self, key: BlockKey, generation: int, record: Buffer, deadline: float) -> Outcome:
         size = HEADER_BYTES + self._namespace.payload_of(key)
         name = block_name(self._namespace.id, key, generation)
-        length = self._store.get(name, [record[:size]], deadline=deadline)
+        length = self._store.get(name, record[:size], deadline=deadline)
         if length is None:
             return Outcome.GONE
         header = Header.read(record[:length])

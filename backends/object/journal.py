@@ -269,7 +269,7 @@ class Journal:
         try:
             with contextlib.suppress(errors.LengthMismatch):
                 self._store.get(
-                    description_name(self.namespace), [memoryview(bytearray(1))], offset=0
+                    description_name(self.namespace), memoryview(bytearray(1)), offset=0
                 )
         except errors.Forbidden as error:
             said = str(error).partition(": ")[0]
@@ -306,12 +306,12 @@ class Journal:
         data = memoryview(bytearray(size))
         if covered and size > 2 * _HEAD_READ_BYTES:
             head = data[:_HEAD_READ_BYTES]
-            if self._store.get(full_name, [head], offset=0) is None:
+            if self._store.get(full_name, head, offset=0) is None:
                 return None
             covers = manifests.unpack_head(head, self._digest)[2]
             if covers and covered.issuperset(covers):
                 return _NOTHING
-        length = self._store.get(full_name, [data])
+        length = self._store.get(full_name, data)
         return None if length is None else manifests.unpack(data[:length], self._digest)[0]
 
 

@@ -267,7 +267,7 @@ class Keeper:
                 self.outbox.record()
         if self.caretaker is not None and self._steady() >= self._next_audit:
             self._audit()
-        lacks = self.budget.uncatalogued or self.only_reads or not self.catalogued
+        lacks = self.only_reads or not self.catalogued
         if lacks and self._steady() >= self._next_resync and not self._backlogged:
             self._resync(self._journal.read_all)
 
@@ -404,7 +404,6 @@ class Keeper:
             self.outbox.record()
         state = read()
         self._heard_at = now
-        uncatalogued = self.budget.uncatalogued
         offered = self._offered_objects()
         offered_prints = object_prints(offered)
         prints = object_prints(state)
@@ -415,7 +414,6 @@ class Keeper:
         changed = (np.isin(prints, offered_prints) != added) | lately
         if not self.catalogued:
             changed |= ~added  # whose names must not be used again
-        self.updates.append(Update(ADDED, recatalogued=uncatalogued))
         self._publish(state[changed])
         unrecorded = offered[~np.isin(offered_prints, prints)]
         unrecorded["kind"], unrecorded["time_us"] = REMOVED, began_us
@@ -426,7 +424,7 @@ class Keeper:
         offered, pieces = iter(self._offered()), []
         self._yield.begin()
         while some := list(islice(offered, CHUNK)):
-            pieces.append(objects_of(*zip(*some, strict=True)))
+            pieces.append(objects_of(some))
             self._yield()
         return joined(pieces)
 
@@ -479,8 +477,7 @@ class Keeper:
 class ReadOnlyKeeper(Keeper):
     """The keeper of a tier that is only read: it learns what others write, and changes nothing.
 
-    It needs no right to write, and whatever the budget says is left to servers that write. What
-    cannot be read is forgotten until all manifests are read anew, after `audit`.
+    It needs no right to write, and whatever the budget says is left to servers that write.
     """
 
     only_reads = True

@@ -281,7 +281,7 @@ class Lease:
         """The body of a term's object; None if it is not there or cannot be one."""
         room = memoryview(bytearray(min(size, _BODY_BYTES_MAX)))
         try:
-            length = self._store.get(name, [room]) if room else 0
+            length = self._store.get(name, room) if room else 0
         except LengthMismatch:
             return None
         return read_term(room[: length or 0])
@@ -327,7 +327,6 @@ class ServerPresence:
 
     def close(self) -> None:
         """We store no more. Raises StoreError."""
-        writer_ids.mark_ended(self.name.server)
         if self._renewed_at > 0:
             self._store.delete([str(self.name)])
         self._renewed_at = -1e18

@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.backends.object.object_names import ObjectKey
 from kvtier.backends.object.stores.store import OBJECT_BYTES_MAX
 from kvtier.errors import FormatError, NewerFormat
 from kvtier.record.record import Buffer
+from kvtier.slab.layout import keys_of
 from kvtier.types import GROUP_BYTES, KEY_BYTES_MAX, BlockKey
 
 MAGIC = b"KVTMAN\r\n"
@@ -95,9 +97,21 @@ def pack_entries(
     return entries
 
 
-def objects_of(keys: Sequence[BlockKey], generations: Sequence[int]) -> Entries:
+def objects_of(objects: Sequence[ObjectKey]) -> Entries:
     """Entries without a kind about these objects, to look for others about the same ones."""
-    return pack_entries(0, keys, generations, 0, 0)
+    return pack_entries(0, [key for key, _ in objects], [number for _, number in objects], 0, 0)
+
+
+def removals(objects: Sequence[ObjectKey], at_us: int) -> Entries:
+    """Entries that say that these objects are gone since then."""
+    entries = objects_of(objects)
+    entries["kind"], entries["time_us"] = REMOVED, min(at_us, _TIME_MAX_US)
+    return entries
+
+
+def objects_in(entries: Entries) -> list[ObjectKey]:
+    """What these entries are about."""
+    return list(zip(keys_of(entries), entries["generation"].tolist(), strict=True))
 
 
 def same_objects(some: Entries, others: Entries) -> npt.NDArray[np.bool_]:

@@ -77,14 +77,10 @@ def _listed(store: Store) -> Iterator[str]:
         after = f"{name}0"  # behind all that begins with the name and "/"
 
 
-def is_unused(store: Store, namespace: str, now_s: float) -> bool:
-    """Whether `remove` would delete what describes this namespace. Raises StoreError."""
-    return _leftovers(store, namespace, now_s) is not None
-
-
-def _leftovers(store: Store, namespace: str, now_s: float) -> list[str] | None:
-    """Names in the order in which they are deleted. None if a server may live there, or if there
-    are blocks, or something young or unknown. `now_s` is not later than the store's own time."""
+def leftovers(store: Store, namespace: str, now_s: float) -> list[str] | None:
+    """The names that `remove` deletes, in that order. None if a server may live there, or if there
+    are blocks, or something young or unknown. `now_s` is not later than the store's own time.
+    Raises StoreError."""
     servers = list(store.list(f"{SERVERS}{namespace}-"))
     if any(now_s - info.modified_s < GRACE_S for info in servers):
         return None
@@ -100,7 +96,7 @@ def _leftovers(store: Store, namespace: str, now_s: float) -> list[str] | None:
 def remove(store: Store, namespace: str, now_s: float) -> bool:
     """Delete what describes a namespace; False if it is in use, or something could not be deleted.
     Raises StoreError."""
-    found = _leftovers(store, namespace, now_s)
+    found = leftovers(store, namespace, now_s)
     if found is None:
         return False
     failed: dict[str, StoreError] = dict(store.delete(found[:-1]))

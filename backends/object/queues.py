@@ -21,6 +21,7 @@ from kvtier.backends.object.manifests import (
     Entries,
     merge,
     pack_entries,
+    removals,
 )
 from kvtier.backends.object.object_names import ObjectKey
 from kvtier.slab.layout import keys_of
@@ -38,12 +39,10 @@ class Update(msgspec.Struct):
     in seconds since the epoch."""
 
     kind: int
-    keys: list[BlockKey] = []
-    generations: list[int] = []
-    sizes: list[int] = []
-    times: list[float] = []
-    recatalogued: int = 0
-    """So many of the uncatalogued bytes are among the blocks that follow."""
+    keys: list[BlockKey]
+    generations: list[int]
+    sizes: list[int]
+    times: list[float]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -113,17 +112,12 @@ class Outbox:
         free when they are deleted."""
         self._budget.drop(dropped)
         at_us = self.now_us() if known_s is None else int(known_s * 1e6) + 2
-        keys, generations = [key for key, _ in objects], [number for _, number in objects]
-        entries = pack_entries(REMOVED, keys, generations, 0, at_us)
+        entries = removals(objects, at_us)
         for start in range(0, len(entries), _ENTRIES_MAX):
             sizes = (0, 0) if start else (reserved, dropped)
             self._entries.append((entries[start : start + _ENTRIES_MAX], *sizes))
 
     # -- the keeper's side -----------------------------------------------------------------------
-
-    @property
-    def empty(self) -> bool:
-        return not self._entries
 
     def record(self) -> None:
         """Record what is queued now; raises StoreError."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-import msgspec
-
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import CLOUDS, BucketSettings, Cloud, Timeouts
 from kvtier.backends.object.stores.clouds import check_settings as check_bucket_settings
@@ -91,12 +89,6 @@ class Location(NamedTuple):
     prefix: str = ""
     cloud: Cloud = "s3"
 
-    def in_bucket(self, reached: BucketSettings) -> BucketSettings:
-        """The same settings with the bucket that the url names."""
-        return msgspec.structs.replace(
-            reached, cloud=self.cloud, bucket=self.bucket, prefix=self.prefix
-        )
-
 
 def parse_url(url: str) -> Location:
     """What this url names; raises WrongEndpoint, which does not quote the url: it may hold a
@@ -119,34 +111,27 @@ def parse_url(url: str) -> Location:
     )
 
 
-def open_store(
-    url: str,
-    reached: BucketSettings | None = None,
-    *,
-    retry: RetryPolicy | None = None,
-) -> Store:
-    """The store that a url names, with retries and a circuit breaker around it. `reached` says
-    how a bucket is reached.
-
-    Raises StoreError if the settings cannot be right; makes no request.
-    """
-    location, reached = parse_url(url), reached or BucketSettings()
+def open_for(settings: ObjectSettings) -> Store:
+    """The store that a tier with these settings uses, with retries and a circuit breaker around it.
+    Raises StoreError if the settings cannot be right; makes no request."""
+    location = parse_url(settings.url)
     inner = (
         FileStore(location.folder)
         if location.folder is not None
-        else BucketStore(location.in_bucket(reached))
+        else BucketStore(_bucket(settings, location))
     )
-    return RetryingStore(inner, retry or RetryPolicy(), reached.timeouts.total_s)
+    return RetryingStore(inner, RetryPolicy(), _total_s(settings))
 
 
-def open_for(settings: ObjectSettings) -> Store:
-    """The store that a tier with these settings uses; raises StoreError, makes no request."""
-    return open_store(settings.url, _reached(settings))
+def _total_s(settings: ObjectSettings) -> float:
+    return max(settings.load_deadline.seconds, settings.store_deadline.seconds)
 
 
-def _reached(settings: ObjectSettings) -> BucketSettings:
-    total_s = max(settings.load_deadline.seconds, settings.store_deadline.seconds)
+def _bucket(settings: ObjectSettings, location: Location) -> BucketSettings:
     return BucketSettings(
+        cloud=location.cloud,
+        bucket=location.bucket,
+        prefix=location.prefix,
         endpoint=settings.endpoint,
         region=settings.region,
         addressing=settings.addressing,
@@ -157,7 +142,7 @@ def _reached(settings: ObjectSettings) -> BucketSettings:
         timeouts=Timeouts(
             settings.connect_timeout.seconds,
             settings.idle_timeout.seconds,
-            total_s,
+            _total_s(settings),
             upload_s=max(Timeouts().upload_s, settings.idle_timeout.seconds),
         ),
     )
@@ -199,7 +184,7 @@ def _check_bucket(settings: ObjectSettings, location: Location) -> None:
         remedy = f"pip install 'kvtier[{extra}]'"
         raise NotHere(".url", f"an {location.cloud}:// store needs an optional package", remedy)
     try:
-        check_bucket_settings(location.in_bucket(_reached(settings)))
+        check_bucket_settings(_bucket(settings, location))
     except Misconfigured as error:
         raise _config_error(error.setting, error) from error
     if settings.ca_bundle and not Path(settings.ca_bundle).is_file():

@@ -40,8 +40,7 @@ class Tombstones:
     """Objects that were removed lately. Until their deletion is long over the next object of the
     same block gets a later generation, and so another name: a late delete never hits it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._of: dict[BlockKey, tuple[int, float]] = {}
         """The latest generation that was removed, and when, in seconds of the epoch."""
         self._oldest: deque[tuple[float, BlockKey]] = deque()
@@ -50,7 +49,7 @@ class Tombstones:
         self._expire()
         before = self._of.get(key, (0, 0.0))
         self._of[key] = max((generation, at), before)
-        self._oldest.append((self._clock() + _TOMBSTONE_S, key))
+        self._oldest.append((time.monotonic() + _TOMBSTONE_S, key))
 
     def covers(self, key: BlockKey, generation: int, at: float) -> bool:
         """Whether this object, which was recorded at a time, has been removed since, or is older
@@ -68,7 +67,7 @@ class Tombstones:
         return self._of.keys()
 
     def _expire(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         for _ in range(_EXPIRED_AT_ONCE):
             if not self._oldest or self._oldest[0][0] > now:
                 return
@@ -152,17 +151,13 @@ class ObjectTier(SlabTier):
         self._stats.corrupt += outcome is Outcome.CORRUPT
         if key not in self._where:
             return
-        if outcome in (Outcome.CORRUPT, Outcome.IO_ERROR):
+        if outcome is not Outcome.GONE:
             self._drop([key])
             return
-        slot = self._where[key]
-        if outcome is Outcome.GONE:
-            # another server may have stored it again since it was known
-            found, known_s = (key, self._generation.get(key, 0)), self._times[slot]
-            self._outbox.removed([found], known_s=known_s)
-            self._tombstones.add(*found, known_s)
-        else:  # the store is unwell: the block is offered again when all manifests are read anew
-            self._budget.uncatalogued += self._sizes[slot]
+        # another server may have stored it again since it was known
+        found, known_s = (key, self._generation.get(key, 0)), self._times[self._where[key]]
+        self._outbox.removed([found], known_s=known_s)
+        self._tombstones.add(*found, known_s)
         self._forget_removed([key])
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -221,13 +216,10 @@ class ObjectTier(SlabTier):
             update = updates[0]
             self._apply(update)
             updates.popleft()  # not earlier: until then the tier is learning
-            rows += 1 + len(update)
+            rows += len(update)
 
     def _apply(self, update: Update) -> None:
-        # not below 0: two updates without a call of ours both report the same bytes
-        self._budget.uncatalogued = max(0, self._budget.uncatalogued - update.recatalogued)
-        if update.keys:
-            (self._apply_added if update.kind == ADDED else self._apply_removed)(update)
+        (self._apply_added if update.kind == ADDED else self._apply_removed)(update)
 
     def _apply_added(self, rows: Update) -> None:
         """Offer new blocks; correct the sizes of known ones."""

@@ -73,7 +73,9 @@ class Uses:
         self._next = clock() + every_s
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_REQUESTS_MAX)
         self._counts: Counter[BlockKey] = Counter()
-        self._retained: Mapping[BlockKey, float] | None = None
+        self._retained: Mapping[BlockKey, float] = {}
+        self._stated: Mapping[BlockKey, float] = self._retained
+        """What our list in the store says."""
         self._undeleted = 0
         """So many lists have been joined that the store would not delete."""
 
@@ -119,8 +121,7 @@ class Uses:
     def close(self) -> None:
         """Write the last list, and retain nothing more."""
         self._next = 0.0
-        if self._retained is not None:
-            self._retained = {}
+        self._retained = {}
         self.look()
 
     def _write(self) -> None:
@@ -138,16 +139,17 @@ class Uses:
         self._join()
 
     def _write_retained(self) -> None:
-        blocks, self._retained = self._retained, None
-        if blocks is None:
+        blocks = self._retained
+        if blocks is self._stated:
             return
         name = f"{retained_prefix(self._namespace)}{self._writer}"
-        if not blocks:
+        if blocks:
+            ends = [int(min(until, 1e10) * 1e6) for until in blocks.values()]
+            entries = manifests.pack_entries(RETAINED, list(blocks), 0, 0, ends)
+            self._store.put(name, manifests.pack(bytes.fromhex(self._namespace), entries))
+        elif self._stated:
             self._store.delete([name])
-            return
-        ends = [int(min(until, 1e10) * 1e6) for until in blocks.values()]
-        entries = manifests.pack_entries(RETAINED, list(blocks), 0, 0, ends)
-        self._store.put(name, manifests.pack(bytes.fromhex(self._namespace), entries))
+        self._stated = blocks
 
     def _join(self) -> None:
         most = _JOIN_MIN + self._undeleted
@@ -236,7 +238,7 @@ def _read_list(
     store: Store, namespace: str, name: str, size: int, kind: int
 ) -> tuple[Entries, list[str]] | None:
     data = memoryview(bytearray(size))
-    length = store.get(name, [data])
+    length = store.get(name, data)
     if length is None:
         return None
     return manifests.unpack(data[:length], bytes.fromhex(namespace), kinds=(kind,))

@@ -103,7 +103,7 @@ def ours(endpoint: str) -> Client:
     store = BucketStore(BucketSettings(bucket="bucket", endpoint=endpoint, timeouts=patient))
 
     def get(name: str, into: memoryview) -> None:
-        store.get(name, [into])
+        store.get(name, into)
 
     def put(name: str, data: memoryview) -> None:
         store.put(name, [data])

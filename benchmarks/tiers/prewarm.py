@@ -108,7 +108,7 @@ class World:
         def get(first: int) -> None:
             room = memoryview(bytearray(size))
             for name in names[first::CLIENT_THREADS]:
-                store.get(name, [room])
+                store.get(name, room)
 
         with ThreadPoolExecutor(CLIENT_THREADS) as threads:
             list(threads.map(get, range(CLIENT_THREADS)))

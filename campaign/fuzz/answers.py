@@ -45,7 +45,7 @@ def targets(folder: Path) -> list[Target]:
 
 def _http() -> Target:
     """What a server sends to who reads an object, and then the end."""
-    into = [memoryview(bytearray(64))]
+    into = memoryview(bytearray(64))
 
     def parse(data: bytes) -> None:
         ours, theirs = socket.socketpair()

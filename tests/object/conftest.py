@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,20 @@ def own_rclone(tmp_path: Path) -> Iterator[ServerProcess]:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A key and a certificate for 127.0.0.1, valid today, trusted by nobody."""
     return make_certificate(tmp_path_factory.mktemp("tls") / "server.pem")
+
+
+@pytest.fixture
+def context(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+@pytest.fixture
+def tls_server(context: ssl.SSLContext) -> Iterator[HostileServer]:
+    """As `server`, by TLS."""
+    with HostileServer(serve_body, tls=context) as server:
+        yield server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvtier.backends.object.settings import ObjectSettings, open_for
 from kvtier.backends.object.stores.errors import StoreError, TransientError
 from kvtier.backends.object.stores.store import PutOutcome, Store, is_name
 from kvtier.inspect import Finding, Level
-from kvtier.settings import WHOSE, WritePolicy
+from kvtier.settings import WHOSE
 
 _SKEW_S = 60.0
 _BODY = b"kvtier doctor"
@@ -61,8 +61,8 @@ def _rights(area: str, settings: ObjectSettings, store: Store, name: str) -> Ite
         yield Finding(area, Level.BAD, what, WHOSE)
         return
     yield Finding(area, Level.OK, f"{settings.url} answers within {took}, and may be listed")
-    if settings.write is WritePolicy.NEVER:
-        failed = _try(area, "get", lambda: store.get(name, [memoryview(bytearray(1))]))
+    if settings.only_read:
+        failed = _try(area, "get", lambda: store.get(name, memoryview(bytearray(1))))
         yield failed or Finding(area, Level.OK, "objects may be read, which is all that is needed")
         return
     failed = _try(area, "put", lambda: store.put(name, [memoryview(_BODY)]))
@@ -105,7 +105,7 @@ def _conditional(area: str, store: Store, name: str) -> Finding:
 def _read_back(area: str, store: Store, name: str) -> Iterator[Finding]:
     body = bytearray(len(_BODY))
     try:
-        found = store.get(name, [memoryview(body)])
+        found = store.get(name, memoryview(body))
         info = store.head(name)
     except StoreError as error:
         yield _refused(area, "get", error)

@@ -36,7 +36,7 @@ from kvtier.inspect.filling import Rows as SourceRows
 from kvtier.interfaces.handler import Handler
 from kvtier.interfaces.tier import Tier
 from kvtier.record.record import HEADER_BYTES
-from kvtier.settings import ByteSize, Capacity, WritePolicy
+from kvtier.settings import ByteSize, Capacity
 from kvtier.types import BlockKey, LoadStoreSpec, Namespace
 
 _AT_ONCE = 4096
@@ -88,7 +88,7 @@ class ObjectFilling(Filling[ObjectSettings]):
         """Not for a store that is down. In one that the stack only reads, how much others keep, and
         for how long, is up to them."""
         taking = msgspec.structs.replace(super().opened_settings(), unreachable="refuse")
-        if self.settings.write is not WritePolicy.NEVER:
+        if not self.settings.only_read:
             return taking
         unlimited = Capacity(ByteSize(UNLIMITED))
         return msgspec.structs.replace(taking, capacity=unlimited, age_max=None)
@@ -150,7 +150,7 @@ class ManifestCopyAudit(CopyAudit):
 
 
 def _marks(keys: Sequence[BlockKey]) -> npt.NDArray[np.uint64]:
-    return manifests.key_prints(manifests.objects_of(keys, [0] * len(keys)))
+    return manifests.key_prints(manifests.pack_entries(0, keys, 0, 0, 0))
 
 
 def find_unrecorded(store: Store, namespace: Namespace, where: str, reporter: Reporter) -> Entries:

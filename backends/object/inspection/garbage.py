@@ -28,13 +28,10 @@ from kvtier.backends.object.inspection.store_access import (
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.object_names import ObjectKey, parse_block
 from kvtier.backends.object.settings import ObjectSettings, capacity_of
-from kvtier.backends.object.stores.store import ObjectInfo, Store
+from kvtier.backends.object.stores.store import CRASHED_S, ObjectInfo, Store
 from kvtier.errors import MediumError
 from kvtier.inspect import Contents, Garbage, Part, Reporter, inspector
-from kvtier.settings import WritePolicy
 
-_CRASHED_S = 3600.0
-"""A temporary file that has not been touched for so long has no writer any more."""
 _AT_ONCE = 1 << 14
 """So many blocks are deleted and then recorded as removed: their manifest is written in time."""
 
@@ -89,7 +86,7 @@ def _below(settings: ObjectSettings, namespace: str) -> str:
 def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
     capacity = capacity_of(settings)
     age_s = None if settings.age_max is None else settings.age_max.seconds
-    if settings.write is WritePolicy.NEVER:  # how much others keep, and for how long, is up to them
+    if settings.only_read:  # how much others keep, and for how long, is up to them
         capacity, age_s = sys.maxsize, None
 
     def look(store: Store) -> Survey:
@@ -121,10 +118,8 @@ def _surveyed(settings: ObjectSettings, going: set[str]) -> Iterator[Garbage]:
 
 
 class Survey(msgspec.Struct):
-    """What lies below a url, and what of it should go, oldest first."""
+    """What of that which lies below a url should go, the oldest blocks first."""
 
-    blocks: int = 0
-    bytes: int = 0
     garbage: list[ObjectInfo] = []
     empty_namespaces: dict[str, int] = {}
     """How many bytes describe each namespace that has no block and that nobody uses."""
@@ -158,16 +153,16 @@ def survey(
             descriptions.add_other(info)
     order = np.argsort(np.asarray(times), kind="stable")
     oldest, summed = np.asarray(times)[order], np.cumsum(np.asarray(sizes)[order])
-    found = Survey(len(order), int(summed[-1]) if len(order) else 0)
+    found = Survey()
     count = 0 if age_max_s is None else int(np.searchsorted(oldest, now - age_max_s))
-    if (surplus := found.bytes - capacity) > 0:
+    if len(order) and (surplus := int(summed[-1]) - capacity) > 0:
         count = max(count, int(np.searchsorted(summed, surplus)) + 1)
     if count:
         blocks = (info for info in _listed(store, without) if parse_block(info.name))
         chosen = [info for info in blocks if info.modified_s <= oldest[count - 1]]
         found.garbage = sorted(chosen, key=lambda info: info.modified_s)[:count]
     for namespace, size in descriptions.without_blocks().items():
-        if namespaces.is_unused(store, namespace, store_time(now)):
+        if namespaces.leftovers(store, namespace, store_time(now)) is not None:
             found.empty_namespaces[namespace] = size
     return found
 
@@ -198,9 +193,7 @@ def collect(store: Store, found: Survey) -> int:
             if one.name not in failed and (parsed := parse_block(one.name)) is not None:
                 by_namespace[parsed[0]].append(parsed[1:])
         for name, objects in by_namespace.items():
-            keys, generations = zip(*objects, strict=True)
-            entries = manifests.pack_entries(manifests.REMOVED, keys, generations, 0, now_us)
-            Journal(store, name).append(entries)
-    for _ in store.sweep(_CRASHED_S):
+            Journal(store, name).append(manifests.removals(objects, now_us))
+    for _ in store.sweep(CRASHED_S):
         pass
     return gone

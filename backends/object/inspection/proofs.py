@@ -47,7 +47,7 @@ class StoreProver(Prover):
             return Verdict(Proof.BAD, f"an object of {block.bytes} bytes is no record")
         stored = memoryview(bytearray(block.bytes))
         try:
-            length = self._opened().get(block.where, [stored])
+            length = self._opened().get(block.where, stored)
         except LengthMismatch as error:
             return Verdict(Proof.BAD, str(error))
         except StoreError as error:

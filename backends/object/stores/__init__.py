@@ -1,7 +1,7 @@
 """Object stores: one interface, two implementations, and wrappers that each add one behaviour.
 
-`settings.open_store` builds what a tier uses: a bucket of any cloud or a folder, behind retries and
-a circuit breaker.
+`settings.open_for` builds what a tier uses: a bucket of any cloud or a folder, behind retries and a
+circuit breaker.
 
 - `store`: the interface `Store` and its guarantees; names and limits of listings
 - `errors`: everything that a store raises, and what responses mean

@@ -28,7 +28,6 @@ from kvtier.backends.object.stores.store import (
     Store,
     check_name,
     check_prefix,
-    first_bytes,
     in_parallel,
     is_name,
     wrong_length,
@@ -207,13 +206,13 @@ class BucketStore(Store):
     def get(
         self,
         name: str,
-        into: Sequence[Buffer],
+        into: Buffer,
         *,
         offset: int | None = None,
         deadline: float | None = None,
     ) -> int | None:
         check_name(name)
-        room = sum(view.nbytes for view in into)
+        room = len(into)
         end = self._end(deadline)
         clients = self._clients(end)
         if clients.reader is not None:
@@ -242,7 +241,8 @@ class BucketStore(Store):
             length, body = self._call(name, get, end, reading=True, may_miss=True, once=True)
         except FileNotFoundError:
             return None
-        _scatter(np.frombuffer(body, np.uint8), first_bytes(into, length))
+        # without the GIL
+        np.copyto(np.frombuffer(into[:length], np.uint8), np.frombuffer(body, np.uint8))
         return length
 
     def head(self, name: str, *, deadline: float | None = None) -> ObjectInfo | None:
@@ -358,14 +358,6 @@ class BucketStore(Store):
 
     def _end(self, deadline: float | None) -> float:
         return time.monotonic() + self._timeouts.total_s if deadline is None else deadline
-
-
-def _scatter(body: Any, into: Sequence[Buffer]) -> None:
-    """Copy a body into buffers of its length, one after the other, without the GIL."""
-    done = 0
-    for view in into:
-        np.copyto(np.frombuffer(view, np.uint8), body[done : done + view.nbytes])
-        done += view.nbytes
 
 
 def _seconds(when: datetime | None) -> float:

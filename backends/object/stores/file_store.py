@@ -34,7 +34,6 @@ from kvtier.backends.object.stores.store import (
     Store,
     check_name,
     check_prefix,
-    first_bytes,
     is_name,
     wrong_length,
 )
@@ -132,7 +131,7 @@ class FileStore(Store):
     def get(
         self,
         name: str,
-        into: Sequence[Buffer],
+        into: Buffer,
         *,
         offset: int | None = None,
         deadline: float | None = None,
@@ -154,11 +153,10 @@ class FileStore(Store):
                 return None
             try:
                 size = os.fstat(fd).st_size
-                room = sum(view.nbytes for view in into)
-                wanted = size if offset is None else room
-                if wanted > room or wanted > size - (offset or 0):
+                wanted = size if offset is None else len(into)
+                if wanted > len(into) or wanted > size - (offset or 0):
                     raise wrong_length(name, size)
-                done = read_all(self._disk, fd, first_bytes(into, wanted), offset or 0)
+                done = read_all(self._disk, fd, [into[:wanted]], offset or 0)
                 if done != wanted:  # it was cut short meanwhile
                     raise wrong_length(name, done)
             finally:

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,7 +24,7 @@ from kvtier.backends.object.stores.errors import (
     WrongEndpoint,
     replacement,
 )
-from kvtier.backends.object.stores.store import Buffer, first_bytes, wrong_length
+from kvtier.backends.object.stores.store import Buffer, wrong_length
 
 _HEAD_BYTES_MAX = _ERROR_BYTES_MAX = 64 << 10
 _KEPT_S = 15.0  # a server that closes idle connections does so later
@@ -54,16 +54,13 @@ class Reader:
         self._lock = threading.Lock()
         self._kept: list[tuple[_Connection, float]] = []
 
-    def get(
-        self, name: str, into: Sequence[Buffer], offset: int | None, end: float
-    ) -> int | Response:
+    def get(self, name: str, into: Buffer, offset: int | None, end: float) -> int | Response:
         """Read an object as `Store.get` does; the response if it is not a success. Raises
         Unreachable, too."""
         url = urlsplit(self._sign(name, end))
         fields = f"host: {url.netloc}\r\naccept-encoding: identity\r\n"
         if offset is not None:
-            last = offset + sum(view.nbytes for view in into) - 1
-            fields += f"range: bytes={offset}-{last}\r\n"
+            fields += f"range: bytes={offset}-{offset + len(into) - 1}\r\n"
         request = f"GET {url.path}?{url.query} HTTP/1.1\r\n{fields}\r\n".encode("latin-1")
         while True:
             connection, kept = self._take(url, end)
@@ -88,7 +85,7 @@ class Reader:
                 self._give_back(connection, keeps)
 
     def _answer(
-        self, connection: _Connection, head: _Head, into: Sequence[Buffer], ranged: bool, end: float
+        self, connection: _Connection, head: _Head, into: Buffer, ranged: bool, end: float
     ) -> int | Response:
         if head.status not in (200, 206):
             return Response(head.status, connection.read_some(head, end))
@@ -97,12 +94,12 @@ class Reader:
             raise WrongEndpoint(f"{self._where} {problem}")
         if ranged != ("content-range" in head.fields):  # some servers send it with a 200
             raise WrongEndpoint(f"{self._where} does not know range requests")
-        length, room = head.length, sum(view.nbytes for view in into)
+        length = head.length
         if length is None:
             raise WrongEndpoint(f"{self._where} does not state how long an object is")
-        if length > room or (ranged and length != room):
+        if length > len(into) or (ranged and length != len(into)):
             raise wrong_length("an object", length)
-        connection.read_into(first_bytes(into, length), head.begun, end)
+        connection.read_into(into[:length], head.begun, end)
         return length
 
     def _take(self, url: SplitResult, end: float) -> tuple[_Connection, bool]:
@@ -187,19 +184,18 @@ class _Connection:
             raise ValueError
         return _Head(status, fields, held[stop + 4 :])
 
-    def read_into(self, into: Sequence[Buffer], begun: bytes, end: float) -> None:
-        """Read a body of the length of these buffers, which begins with these bytes."""
-        for view in into:
-            taken = min(len(begun), len(view))
-            view[:taken] = begun[:taken]
-            begun, view = begun[taken:], view[taken:]
-            while len(view):
-                self._bound(end)
-                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
-                if not count:
-                    raise EOFError
-                view = view[count:]
-        self.whole = not begun
+    def read_into(self, into: Buffer, begun: bytes, end: float) -> None:
+        """Read a body of the length of this buffer, which begins with these bytes."""
+        taken = min(len(begun), len(into))
+        into[:taken] = begun[:taken]
+        left = into[taken:]
+        while left:
+            self._bound(end)
+            count = self._socket.recv_into(left, 0, socket.MSG_WAITALL)
+            if not count:
+                raise EOFError
+            left = left[count:]
+        self.whole = len(begun) == taken
 
     def read_some(self, head: _Head, end: float) -> str:
         """The start of a body whose words matter little: of an error."""

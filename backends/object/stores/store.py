@@ -40,6 +40,8 @@ LISTED_MAX = 1 << 25
 """The longest listing, so that one without an end is ended, too. The manifests of a namespace can
 hold half as many entries, and no store lists so many objects between two audits."""
 NAMESPACES_MAX = 1 << 16
+CRASHED_S = 3600.0
+"""A temporary file that has not been touched for so long has no writer any more."""
 OWN_PREFIX = (
     "write a url whose prefix is kvtier's own, and see that the endpoint lists nothing twice"
 )
@@ -94,17 +96,17 @@ class Store(ABC):
     def get(
         self,
         name: str,
-        into: Sequence[Buffer],
+        into: Buffer,
         *,
         offset: int | None = None,
         deadline: float | None = None,
     ) -> int | None:
-        """Read an object into these buffers, one after the other, without a copy. Returns how many
-        bytes were read, None if there is no such object.
+        """Read an object into this buffer, without a copy. Returns how many bytes were read, None
+        if there is no such object.
 
-        Without `offset` the object may be shorter than the buffers. With one it must have as many
+        Without `offset` the object may be shorter than the buffer. With one it must have as many
         bytes from there on, at least one. Any other size raises `LengthMismatch`. After an error
-        the content of the buffers is undefined.
+        the content of the buffer is undefined.
         """
 
     @abstractmethod
@@ -130,7 +132,7 @@ class Store(ABC):
 
     @property
     def deletes_at_once(self) -> int:
-        """How many names one call of `delete` should have, to end soon: see `delete_batches`."""
+        """How many names one call of `delete` should have, to end soon, as far as that is known."""
         return 1000
 
     def sweep(self, older_than_s: float) -> Iterator[int]:
@@ -159,15 +161,6 @@ def check_prefix(prefix: str) -> str:
 def is_name(name: str) -> bool:
     """Whether kvtier could have written an object of this name."""
     return len(name) <= NAME_CHARS_MAX and _NAME.fullmatch(name) is not None
-
-
-def delete_batches(store: Store, names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`names` in batches of the size that the store is known to take by then."""
-    start = 0
-    while start < len(names):
-        some = names[start : start + store.deletes_at_once]
-        start += len(some)
-        yield some
 
 
 def in_parallel(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
@@ -204,22 +197,11 @@ def read_description(store: Store, namespace: str) -> Namespace | None:
     """The description of a namespace; None if there is none, or none that fits its id."""
     text = memoryview(bytearray(NAMESPACE_BYTES_MAX))
     try:
-        length = store.get(description_name(namespace), [text])
+        length = store.get(description_name(namespace), text)
         found = Namespace.from_json(bytes(text[: length or 0]))
     except (LengthMismatch, msgspec.ValidationError):
         return None
     return found if found.id == namespace else None
-
-
-def first_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
-    """The first `count` bytes of these buffers, which have at least that many."""
-    found: list[Buffer] = []
-    for view in buffers:
-        if count <= 0:
-            break
-        found.append(view.cast("B")[:count])
-        count -= view.nbytes
-    return found
 
 
 def wrong_length(name: str, found: int) -> LengthMismatch:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from kvtier.backends.object.stores.errors import StoreError, TimedOut
-from kvtier.backends.object.stores.store import (
-    Buffer,
-    ObjectInfo,
-    PutOutcome,
-    Store,
-    delete_batches,
-)
+from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store
 
 _T = TypeVar("_T")
 
@@ -49,7 +44,7 @@ class WrappedStore(Store):
     def get(
         self,
         name: str,
-        into: Sequence[Buffer],
+        into: Buffer,
         *,
         offset: int | None = None,
         deadline: float | None = None,
@@ -66,7 +61,8 @@ class WrappedStore(Store):
     ) -> Mapping[str, StoreError]:
         """In batches, each with the time of one call: a million names take minutes."""
         failed: dict[str, StoreError] = {}
-        for batch in delete_batches(self, names):
+        left = iter(names)
+        while batch := list(islice(left, self.deletes_at_once)):
             failed.update(self._delete(batch, deadline))
         return failed
 

@@ -233,7 +233,7 @@ def test_an_object_is_not_unpacked_that_is_larger_than_its_model_says(
     settings: Any = config.tiers[2]
     with closing(open_for(settings)) as store:
         record = memoryview(bytearray(block.bytes))
-        store.get(block.where, [record])
+        store.get(block.where, record)
         header = Header.read(record)
         header.payload_bytes *= 2
         header.write(record)

@@ -44,6 +44,3 @@ def test_alone_evicting_makes_room_and_dropping_does_when_the_objects_are_delete
     assert budget.hold(1)[0] == 0
     budget.grant(100, seen=0, until=60.0, alone=True)
     assert budget.hold(2)[0] == 1
-    budget.uncatalogued += BLOCK
-    assert budget.hold(2)[0] == 0
-    assert budget.evictable(1) == 1

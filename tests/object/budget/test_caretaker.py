@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ from support.object.manual_keepers import (
     Clock,
     LastWins,
     LockedStore,
+    UnwellStore,
     blocks_in,
     created,
     filled,
     look,
+    no_full_listing,
+    nothing_at_all,
     opened,
 )
 
-from kvtier.backends.object.caretaker import Caretaker, Limits
+from kvtier.backends.object.caretaker import Caretaker
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.lease import LEASE_S, PATIENCE
@@ -32,7 +35,6 @@ from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.use_counts import Uses
-from kvtier.eviction import create_policy
 from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Namespace, Presence
@@ -41,8 +43,8 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
+def store(tmp_path: Path) -> UnwellStore:
+    return UnwellStore(tmp_path / "store")
 
 
 def put(store: FileStore, key: BlockKey, ago_s: float = 0.0, generation: int = 0) -> None:
@@ -71,12 +73,7 @@ def caretaker_of(keeper: Keeper) -> Caretaker:
 def crowded(store: FileStore, capacity: int, **more: Any) -> tuple[Keeper, ObjectTier]:
     """A server of another model beside those blocks, which needs room."""
     other = Namespace(facts={"model": "other"}, group_bytes=NAMESPACE.group_bytes)
-    limits = Limits(capacity, refresh_s=600.0, audit_s=600.0, **more)
-    keeper = Keeper(store, other, limits)
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
-    return keeper, tier
+    return opened(store, capacity, namespace=other, **more)
 
 
 def make_room(keeper: Keeper, tier: ObjectTier) -> None:
@@ -88,11 +85,7 @@ def test_until_the_election_is_over_nothing_is_stored(tmp_path: Path) -> None:
     """In a store without conditional puts. What is there is served, and who opens a tier waits."""
     store, clock = LastWins(tmp_path / "store"), Clock()
     keys = filled(store, 3)
-    limits = Limits(8 * RECORD, refresh_s=600.0, audit_s=600.0)
-    keeper = Keeper(store, NAMESPACE, limits, steady=clock)
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
+    keeper, tier = opened(store, 8 * RECORD, steady=clock)
     assert hits(tier, keys) == keys
     assert keeper.caretaker is None
     assert not tier.prepare_store(make_keys(1, start=9)).keys
@@ -111,12 +104,8 @@ class Server:
     """One that looks when it is told to, by a clock that the test moves."""
 
     def __init__(self, store: FileStore, blocks: int, clock: Clock) -> None:
-        limits = Limits(blocks * RECORD, refresh_s=600.0, audit_s=1e6)
-        self.keeper = Keeper(store, NAMESPACE, limits, steady=clock)
-        self.tier = ObjectTier(self.keeper, create_policy())
+        self.keeper, self.tier = opened(store, blocks * RECORD, steady=clock, audit_s=1e6)
         self._store = store
-        self.keeper.open(self.tier.offered)
-        self.tier.start()
 
     def look(self) -> None:
         look(self.keeper, self.tier)
@@ -343,22 +332,19 @@ def test_what_is_locked_is_counted_and_tried_again_and_said_once(
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_a_listing_that_failed_is_left_until_the_next_look(store: FileStore) -> None:
+def test_a_listing_that_failed_is_left_until_the_next_look(store: UnwellStore) -> None:
     keeper, _ = opened(store)
-    list_some, tried = store.list, 0
+    asked: list[str] = []
 
-    def refuse(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
-        nonlocal tried
-        if not prefix:
-            tried += 1
-            raise Unavailable("not now")
-        return list_some(prefix, **more)
+    def refuse(call: str, name: str) -> Unavailable | None:
+        asked.append(f"{call} {name}")
+        return no_full_listing(call, name)
 
-    store.list = refuse  # type: ignore[method-assign]
+    store.fails = refuse
     keeper._next_audit = 0.0
     for _ in range(3):
         keeper.run_once()
-    assert tried == 1
+    assert asked.count("list ") == 1
     assert keeper.unwell
 
 
@@ -384,35 +370,13 @@ def test_a_store_that_is_full_gets_room(store: FileStore, monkeypatch: pytest.Mo
     keeper.close()
 
 
-def test_who_closes_says_all_and_leaves_its_place(store: FileStore) -> None:
-    keeper, tier = opened(store)
-    keys = make_keys(3)
-    tier.prepare_store(keys)
-    for key in keys:
-        put(store, key)
-    tier.complete_store(keys)
-    keeper.close()
-    assert list(store.list("servers/")) == []
-    assert keys_of(Journal(store, NAMESPACE.id).read_all()) == keys
-    late, theirs = opened(store)
-    assert late.caretaker is not None
-    assert hits(theirs, keys) == keys
-    late.close()
-
-
-def test_who_could_reach_the_store_only_later_leaves_its_place_too(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Unavailable("the store is away")
-
+def test_who_could_reach_the_store_only_later_leaves_its_place_too(store: UnwellStore) -> None:
     keeper, tier = created(store)
-    with monkeypatch.context() as away:
-        for call in ("put", "get", "list"):
-            away.setattr(FileStore, call, refuse)
-        with pytest.raises(Unavailable):
-            keeper.open(tier.offered)
-        tier.start()
+    well, store.fails = store.fails, nothing_at_all
+    with pytest.raises(Unavailable):
+        keeper.open(tier.offered)
+    tier.start()
+    store.fails = well
     look(keeper, tier)
     assert keeper.caretaker is not None
     keeper.close()
@@ -423,20 +387,15 @@ def test_who_could_reach_the_store_only_later_leaves_its_place_too(
 
 
 def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
-    store: FileStore, caplog: pytest.LogCaptureFixture
+    store: UnwellStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeper, _ = opened(store)
-    list_some: Callable[..., Iterator[ObjectInfo]] = store.list
-
-    def astray(*_: Any, **__: Any) -> Iterator[ObjectInfo]:
-        raise MemoryError
-
-    store.list = astray  # type: ignore[method-assign]
+    well, store.fails = store.fails, lambda call, name: MemoryError()
     for _ in range(3):
         keeper._next_look = 0.0
         keeper.run_once()
     assert keeper.unwell
-    store.list = list_some  # type: ignore[method-assign]
+    store.fails = well
     keeper._next_look = 0.0
     keeper.run_once()
     assert not keeper.unwell
@@ -444,21 +403,14 @@ def test_what_nobody_thought_of_ends_no_keeper_and_is_said_once(
     keeper.close()
 
 
-def test_a_term_that_could_not_begin_begins_at_a_later_look(store: FileStore) -> None:
+def test_a_term_that_could_not_begin_begins_at_a_later_look(store: UnwellStore) -> None:
     """Its first look at what is there fails, and nobody else can be the caretaker meanwhile."""
     keys = filled(store, 3)
-    list_some = store.list
-
-    def away(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
-        if not prefix:
-            raise Unavailable("not now")
-        return list_some(prefix, **more)
-
-    store.list = away  # type: ignore[method-assign]
+    well, store.fails = store.fails, no_full_listing
     keeper, tier = created(store)
     with pytest.raises(Unavailable):
         keeper.open(tier.offered)
-    store.list = list_some  # type: ignore[method-assign]
+    store.fails = well
     look(keeper, tier)
     look(keeper, tier)
     assert keeper.caretaker is not None

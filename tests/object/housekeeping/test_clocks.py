@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.object.manual_keepers import (
-    CAPACITY,
     RECORD,
     ListedStore,
     blocks_in,
@@ -16,14 +15,10 @@ from support.object.manual_keepers import (
     opened,
 )
 
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.manifests import ADDED, REMOVED, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.eviction import create_policy
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Outcome
 
@@ -112,10 +107,7 @@ def test_what_is_too_old_is_so_by_the_clock_of_the_store(
     if not stays:
         before = time.time() - 7200.0
         os.utime(store.root / block_name(NAMESPACE.id, key), (before, before))
-    limits = Limits(CAPACITY, refresh_s=600.0, audit_s=600.0, age_max_s=3600.0)
-    keeper = Keeper(store, NAMESPACE, limits, clock=lambda: time.time() + ahead_s)
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
+    keeper, _ = opened(store, clock=lambda: time.time() + ahead_s, age_max_s=3600.0)
     keeper.refresh()
     assert blocks_in(store) == stays
     keeper.close()

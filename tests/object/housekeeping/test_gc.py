@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import time
 import tracemalloc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.object.manual_keepers import LockedStore
+from support.object.manual_keepers import LockedStore, UnwellStore
 from support.object.object_subjects import FOLDER
 
-from kvtier.backends.object import namespaces
 from kvtier.backends.object.inspection import garbage as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.manifests import REMOVED
 from kvtier.backends.object.object_names import block_name, description_name, parse_block
-from kvtier.backends.object.stores.errors import StoreError, Unavailable
+from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.slab.layout import keys_of
@@ -46,7 +44,6 @@ def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
         age(rig, key, 1000 - 100 * index)
     store = FileStore(rig.folder / "store")
     found = gc.survey(store, 4 * RECORD, None, time.time())
-    assert (found.blocks, found.bytes) == (6, 6 * RECORD)
     assert {parse_block(one.name) for one in found.garbage} == {
         (NAMESPACE.id, key, 0) for key in keys[:2]
     }
@@ -61,19 +58,12 @@ def test_the_oldest_go_first_until_the_budget_holds(rig: Rig) -> None:
 def test_what_was_deleted_is_written_down_though_the_store_goes_away_amid_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(FileStore):
-        left = 2
-
-        def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-            if not self.left:
-                raise Unavailable("away")
-            self.left -= 1
-            return super().delete(names, **more)
-
+    left = [None, None, Unavailable("away")]
     monkeypatch.setattr(gc, "_AT_ONCE", 2)
     keys = rig.put(make_keys(6))
     rig.tier.flush()
-    store = Failing(rig.folder / "store")
+    store = UnwellStore(rig.folder / "store")
+    store.fails = lambda call, name: left.pop(0) if call == "delete" else None
     with pytest.raises(Unavailable):
         gc.collect(store, gc.survey(store, 0, None, time.time()))
     entries = Journal(store, NAMESPACE.id).read_all()
@@ -93,7 +83,6 @@ def test_all_namespaces_share_the_budget_and_other_files_are_safe(rig: Rig, tmp_
     store.put("notes/mine", [memoryview(b"keep")])
     (tmp_path / "store" / "plain.txt").write_text("keep")
     found = gc.survey(store, 0, None, time.time())
-    assert found.blocks == 4
     assert gc.collect(store, found) == 4
     left = [info.name for info in store.list() if parse_block(info.name) is None]
     assert "notes/mine" in left
@@ -112,27 +101,6 @@ def test_a_new_namespace_gets_room_from_an_old_one(tmp_path: Path) -> None:
         new.settle()
     assert len(new.resident(make_keys(100))) >= 4, "the oldest blocks of the other have gone"
     new.close()
-
-
-def test_what_told_of_blocks_that_went_is_found_when_it_is_old(rig: Rig) -> None:
-    rig.put(make_keys(3))
-    rig.close()
-    store = FileStore(rig.folder / "store")
-    gc.collect(store, gc.survey(store, 0, None, time.time()))
-    now = time.time()
-    assert gc.survey(store, 1 << 40, None, now).empty_namespaces == {}, (
-        "somebody may be about to come back"
-    )
-    assert not namespaces.remove(store, NAMESPACE.id, gc.store_time(now))
-    later = now + 2 * 3600.0 + 1.0
-    found = gc.survey(store, 1 << 40, None, later)
-    assert list(found.empty_namespaces) == [NAMESPACE.id]
-    assert found.empty_namespaces[NAMESPACE.id] > 0
-    assert namespaces.remove(store, NAMESPACE.id, gc.store_time(later))
-    assert [info.name for info in store.list() if "caretaker/" not in info.name] == []
-    assert gc.survey(store, 1 << 40, None, later).empty_namespaces == {}
-    rig.reopen()
-    assert rig.put(make_keys(3)) == make_keys(3)
 
 
 @pytest.mark.slow

@@ -14,26 +14,27 @@ from support.object.manual_keepers import (
     CAPACITY,
     RECORD,
     ListedStore,
+    UnwellStore,
     blocks_in,
     filled,
     look,
+    no_full_listing,
+    nothing_at_all,
     opened,
 )
 
 from kvtier.backends.object import gil_yield, queues
 from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object.budget import Budget
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.manifests import ADDED, REMOVED, SKEW_US, pack_entries
 from kvtier.backends.object.object_names import block_name
 from kvtier.backends.object.queues import Outbox
-from kvtier.backends.object.stores.errors import StoreError, Unavailable
+from kvtier.backends.object.stores.errors import StoreError
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import ObjectInfo, PutOutcome
+from kvtier.backends.object.stores.store import ObjectInfo
 from kvtier.backends.object.tier import ObjectTier
-from kvtier.eviction import create_policy
 from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import Presence
@@ -81,25 +82,15 @@ def test_nothing_is_evicted_before_the_first_listing_has_ended(
 ) -> None:
     """It takes longer than opening may wait for it: nobody knows what is there."""
     monkeypatch.setattr(keeper_module, "_OPEN_S", -1.0)
-    store = FileStore(tmp_path / "store")
+    store = UnwellStore(tmp_path / "store")
     keys = filled(store, 50)
-    keeper = Keeper(store, NAMESPACE, Limits(10 * RECORD, refresh_s=600.0, audit_s=600.0))
-    tier = ObjectTier(keeper, create_policy())
-    keeper.open(tier.offered)
-    tier.start()
-
-    def away(prefix: str = "", **more: Any) -> Iterator[ObjectInfo]:
-        if not prefix:
-            raise Unavailable("not now")
-        return list_some(prefix, **more)
-
-    list_some = store.list
-    store.list = away  # type: ignore[method-assign]
+    keeper, tier = opened(store, 10 * RECORD)
+    well, store.fails = store.fails, no_full_listing
     for _ in range(2):
         look(keeper, tier)
         assert tier.lookup(keys) == [Presence.HIT] * 50
         assert not tier.prepare_store(make_keys(1, start=100)).keys, "nor is anything stored"
-    store.list = list_some  # type: ignore[method-assign]
+    store.fails = well
     assert blocks_in(store) == 50
     keeper.refresh()
     look(keeper, tier)
@@ -125,7 +116,7 @@ def test_what_is_stored_amid_a_listing_is_recorded_all_along(
                 keeper._next_look = 0.0
             yield info
             if not prefix:
-                recorded.append(keeper.outbox.empty)
+                recorded.append(not keeper.outbox._entries)
                 unwell.append(keeper.unwell)
 
     store.list = list_slowly  # type: ignore[method-assign]
@@ -180,20 +171,9 @@ def test_what_others_do_waits_in_the_store_for_a_tier_that_nobody_asks(
 # -- the outbox --------------------------------------------------------------------------------
 
 
-class Away(FileStore):
-    """May be away."""
-
-    away = False
-
-    def put(self, *arguments: Any, **more: Any) -> PutOutcome:
-        if self.away:
-            raise Unavailable("not now")
-        return super().put(*arguments, **more)
-
-
 def test_what_is_recorded_later_has_a_later_time_by_whatever_clock(tmp_path: Path) -> None:
     now = [NOW_US]
-    journal = Journal(Away(tmp_path / "store"), NAMESPACE.id)
+    journal = Journal(FileStore(tmp_path / "store"), NAMESPACE.id)
     outbox = Outbox(journal, Budget(CAPACITY, RECORD), lambda: now[0] / 1e6)
     key = make_keys(1)
     assert outbox.added(key, [0], [7]) == pytest.approx(NOW_US / 1e6, abs=2e-6)
@@ -213,21 +193,21 @@ def test_room_is_settled_when_it_is_recorded_and_once_in_as_many_manifests_as_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queues, "_ENTRIES_MAX", 4)
-    store, keys = Away(tmp_path / "store"), make_keys(10)
+    store, keys = UnwellStore(tmp_path / "store"), make_keys(10)
     journal, budget = Journal(store, NAMESPACE.id), Budget(CAPACITY, RECORD)
     budget.grant(100, seen=-1, until=1e18)
     outbox = Outbox(journal, budget)
     for at in range(0, 10, 2):
         budget.reserve(10)
         outbox.added(keys[at : at + 2], [0, 0], [5, 5])
-    store.away = True
+    well, store.fails = store.fails, nothing_at_all
     for _ in range(2):
         with pytest.raises(StoreError):
             outbox.record()
-    assert not outbox.empty
-    store.away = False
+    assert outbox._entries
+    store.fails = well
     outbox.record()
-    assert outbox.empty
+    assert not outbox._entries
     assert len(list(store.list())) == 3
     assert sorted(keys_of(journal.read_all())) == sorted(keys)
     assert budget.room == 50, "until the caretaker has seen it"

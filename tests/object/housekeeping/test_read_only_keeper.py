@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 from support.object import object_servers
+from support.object.manual_keepers import opened
 
 from kvtier import Stack
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.keeper import ReadOnlyKeeper
 from kvtier.backends.object.object_names import block_name, is_of_caretaker
 from kvtier.backends.object.stores.errors import AccessDenied, StoreError
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Buffer, PutOutcome
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.eviction import create_policy
 from kvtier.record.record import record_bytes
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Outcome, Presence
@@ -81,11 +79,9 @@ class World:
         self.url = f"file://{self.folder}"
         self.writer = Stack.open(stack_of(folder / "writer", self.url), NAMESPACE)
         self.write(KEYS[:4])
-        limits = Limits(SLOT, refresh_s=0.0, audit_s=600.0)  # room for one block
-        self.keeper = ReadOnlyKeeper(ReadOnlyStore(self.folder), NAMESPACE, limits)
-        self.tier = ObjectTier(self.keeper, create_policy())
-        self.keeper.open(self.tier.offered)
-        self.tier.start()
+        store = ReadOnlyStore(self.folder)
+        # with room for one block
+        self.keeper, self.tier = opened(store, SLOT, kind=ReadOnlyKeeper, refresh_s=0.0)
 
     def write(self, keys: Sequence[BlockKey]) -> None:
         """And wait until the caretaker has relayed it, and deleted what it relayed."""
@@ -125,15 +121,14 @@ def test_it_knows_what_others_write_and_leaves_it_whatever_the_budget_says(world
     assert not world.tier.prepare_store(make_keys(1, start=99)).keys
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.GONE, Outcome.TIMEOUT])
-def test_what_fails_is_not_offered_before_the_next_audit(world: World, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.GONE])
+def test_what_fails_is_not_offered_again(world: World, outcome: Outcome) -> None:
     before = everything(world.folder)
     world.fail(KEYS[0], outcome)
     assert world.hits() == KEYS[1:4]
     assert world.hits() == KEYS[1:4]
     world.keeper.refresh()
-    offered = KEYS[:4] if outcome is Outcome.TIMEOUT else KEYS[1:4]
-    assert world.hits() == offered, "what is known to be bad is not tried again and again"
+    assert world.hits() == KEYS[1:4], "what is known to be bad is not tried again and again"
     assert everything(world.folder) == before
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.object.manual_keepers import created
+from support.object.manual_keepers import UnwellStore, created, nothing_at_all
 from support.processes.clocks import Clock
 
 from kvtier.backends.object import manifests as manifest
 from kvtier.backends.object import use_counts as uses_module
 from kvtier.backends.object.manifests import ADDED, HEAD_BYTES, USED, Entries
-from kvtier.backends.object.object_names import uses_prefix
+from kvtier.backends.object.object_names import retained_prefix, uses_prefix
 from kvtier.backends.object.stores.errors import StoreError, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import ObjectInfo
-from kvtier.backends.object.use_counts import Uses, count_uses
+from kvtier.backends.object.use_counts import Uses, count_uses, retained_blocks
+from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
 
@@ -100,23 +100,37 @@ def test_what_is_joined_but_still_there_counts_once(store: FileStore, tmp_path: 
     assert counted(store)[0] == 19
 
 
-def test_a_store_that_is_away_costs_no_count(store: FileStore, tmp_path: Path) -> None:
-    clock = Clock(0.0)
-
-    class Away(FileStore):
-        def put(self, *args: object, **more: object) -> object:  # type: ignore[override]
-            raise Unavailable("not now")
-
-    uses = Uses(Away(tmp_path / "store"), NAMESPACE.id, "ab" * 8, 600.0, clock=clock)
+def test_a_store_that_is_away_costs_no_count(tmp_path: Path) -> None:
+    store, clock = UnwellStore(tmp_path / "store"), Clock(0.0)
+    well, store.fails = store.fails, nothing_at_all
+    uses = Uses(store, NAMESPACE.id, "ab" * 8, 600.0, clock=clock)
     uses.note(KEYS[:1])
     clock.now = 600.0
     uses.look()  # raises nothing: all else that is due must be done
     clock.now = 601.0
     uses.look()  # not at every look
-    uses._store = store
+    store.fails = well
     clock.now = 1200.0
     uses.look()
     assert counted(store)[0] == 1
+
+
+def test_a_list_of_retained_blocks_is_tried_again_and_goes_with_its_server(tmp_path: Path) -> None:
+    store, clock, writer = UnwellStore(tmp_path / "store"), Clock(0.0), "ab" * 8
+    uses = Uses(store, NAMESPACE.id, writer, 600.0, clock=clock)
+    uses.retain(dict.fromkeys(KEYS[:2], 2e9))
+    well, store.fails = store.fails, nothing_at_all
+    clock.now += 600.0
+    uses.look()
+    store.fails = well
+    assert list(store.list(retained_prefix(NAMESPACE.id))) == []
+    for _ in range(2):
+        clock.now += 600.0
+        uses.look()
+        found = retained_blocks(store, NAMESPACE.id, [writer])
+        assert [keys_of(entries) for entries in found] == [KEYS[:2]]
+    uses.close()
+    assert list(store.list(retained_prefix(NAMESPACE.id))) == []
 
 
 def written(store: FileStore, name: str, entries: Entries, namespace: bytes | None = None) -> None:
@@ -163,9 +177,9 @@ def test_lists_that_are_too_long_together_are_read_and_joined_in_turn(
     held = most = 0
     get = store.get
 
-    def weigh(name: str, into: Sequence[memoryview], **more: Any) -> int | None:
+    def weigh(name: str, into: memoryview, **more: Any) -> int | None:
         nonlocal held, most
-        held += sum(map(len, into))
+        held += len(into)
         most = max(most, held)
         return get(name, into, **more)
 
@@ -250,11 +264,9 @@ def test_what_cannot_be_deleted_is_not_joined_at_every_look(tmp_path: Path) -> N
 
 
 def test_what_is_noted_while_the_store_is_away_takes_no_more_than_counts(tmp_path: Path) -> None:
-    class Away(FileStore):
-        def list(self, *args: object, **more: object) -> Iterator[ObjectInfo]:  # type: ignore[override]
-            raise Unavailable("not now")
-
-    keeper, _ = created(Away(tmp_path / "store"))
+    store = UnwellStore(tmp_path / "store")
+    store.fails = nothing_at_all
+    keeper, _ = created(store)
     for _ in range(100):
         keeper.uses.note(KEYS)
         keeper.run_once()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.object.manual_keepers import UnwellStore
 from support.object.simulated_fleet import CountingStore, Fleet
 
 from kvtier.backends.object.journal import Journal
@@ -19,9 +19,8 @@ from kvtier.backends.object.object_names import (
     new_writer,
     parse_manifest,
 )
-from kvtier.backends.object.stores.errors import StoreError, Unavailable
+from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
-from kvtier.backends.object.stores.store import Buffer, PutOutcome
 from kvtier.slab.layout import keys_of
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey
@@ -29,23 +28,17 @@ from kvtier.types import BlockKey
 KEYS = make_keys(6)
 
 
-class Failing(FileStore):
+class Failing(UnwellStore):
     """A store that is away from a number of writes on."""
 
-    writes_left = 1 << 30
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.writes_left = 1 << 30
+        self.fails = self._write
 
-    def _write(self) -> None:
-        self.writes_left -= 1
-        if self.writes_left < 0:
-            raise Unavailable("away")
-
-    def put(self, name: str, buffers: Sequence[Buffer], **more: Any) -> PutOutcome:
-        self._write()
-        return super().put(name, buffers, **more)
-
-    def delete(self, names: Sequence[str], **more: Any) -> Mapping[str, StoreError]:
-        self._write()
-        return super().delete(names, **more)
+    def _write(self, call: str, name: str) -> Unavailable | None:
+        self.writes_left -= call in ("put", "delete")
+        return Unavailable("away") if self.writes_left < 0 and call in ("put", "delete") else None
 
 
 @pytest.fixture

@@ -19,14 +19,19 @@ from support.object.object_servers import (
     serve_body,
 )
 
-from kvtier.backends.object.settings import open_store
+from kvtier.backends.object.settings import ObjectSettings, open_for, parse_url
 from kvtier.backends.object.stores import clouds, errors
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings, find_place
-from kvtier.backends.object.stores.store import PutOutcome
+from kvtier.backends.object.stores.store import PutOutcome, Store
 from kvtier.errors import ExtraMissing
+from kvtier.settings import Capacity
 
 pytestmark = pytest.mark.s3
+
+
+def open_at(url: str, **more: Any) -> Store:
+    return open_for(ObjectSettings(url=url, capacity=Capacity.parse("1GiB"), **more))
 
 
 def test_path_and_virtual_host_addressing(
@@ -37,13 +42,10 @@ def test_path_and_virtual_host_addressing(
         ("path", "http://s3.example.test/bucket/a%20b/name"),
         ("virtual", "http://bucket.s3.example.test/a%20b/name"),
     ):
-        settings = BucketSettings(
-            endpoint="http://s3.example.test",
-            addressing=style,  # type: ignore[arg-type]
-        )
-        store = open_store("s3://bucket/a%20b", settings)
+        there = {"endpoint": "http://s3.example.test", "addressing": style}
+        store = open_at("s3://bucket/a%20b", **there)
         store.put("name", [memoryview(BODY)])
-        assert store.get("name", [memoryview(bytearray(len(BODY)))]) == len(BODY)
+        assert store.get("name", memoryview(bytearray(len(BODY)))) == len(BODY)
         lines = [head.split(b"\r\n")[0].decode() for head in server.heads[-2:]]
         assert lines == [f"PUT {target} HTTP/1.1", f"GET {target} HTTP/1.1"]
         store.close()
@@ -62,27 +64,19 @@ def test_an_endpoint_below_a_path(endpoint: str, style: Any, found: str) -> None
     assert find_place(settings).endpoint == found
 
 
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
-def test_an_endpoint_of_the_environment_is_not_asked_for_names_below_it(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("by", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile", "services"])
+def test_an_endpoint_of_the_environment_or_the_profile_is_not_asked_for_names_below_it(
+    server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str
 ) -> None:
-    monkeypatch.setenv(name, server.endpoint)
-    store = open_store("s3://bucket/a")
-    store.put("name", [memoryview(BODY)])
-    assert server.heads[-1].startswith(b"PUT /bucket/a/name HTTP/1.1")
-    store.close()
-
-
-@pytest.mark.parametrize("services", [False, True])
-def test_nor_is_one_of_the_profile(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, services: bool
-) -> None:
-    named = f"endpoint_url = {server.endpoint}\n"
-    text = f"[default]\nservices = here\n[services here]\ns3 =\n  {named}"
-    config = tmp_path / "config"
-    config.write_text(text if services else f"[default]\n{named}")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    store = open_store("s3://bucket/a")
+    if by.startswith("AWS"):
+        monkeypatch.setenv(by, server.endpoint)
+    else:
+        section = "[default]\nservices = here\n[services here]\ns3 =\n  "
+        section = section if by == "services" else "[default]\n"
+        config = tmp_path / "config"
+        config.write_text(f"{section}endpoint_url = {server.endpoint}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    store = open_at("s3://bucket/a")
     store.put("name", [memoryview(BODY)])
     assert server.heads[-1].startswith(b"PUT /bucket/a/name HTTP/1.1")
     store.close()
@@ -142,7 +136,7 @@ def test_the_region_is_signed(opened: Opener, server: HostileServer) -> None:
 )
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(errors.WrongEndpoint):
-        open_store(url)
+        parse_url(url)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +159,14 @@ def test_urls_that_are_none(url: str) -> None:
 )
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(errors.WrongEndpoint) as caught:
-        open_store("s3://bucket/x", BucketSettings(endpoint=endpoint))
+        open_at("s3://bucket/x", endpoint=endpoint)
     assert "hidden" not in str(caught.value)
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ExtraMissing, match=r"kvtier\[object\]"):
-        open_store("gs://bucket/x")
+        open_at("gs://bucket/x")
 
 
 def test_boto3_is_needed_for_profiles_alone(
@@ -204,7 +198,7 @@ def test_boto3_is_needed_for_profiles_alone(
 )
 def test_what_no_cloud_has(url: str, settings: dict[str, Any], setting: str) -> None:
     with pytest.raises(errors.Misconfigured) as caught:
-        open_store(url, BucketSettings(**settings))
+        open_at(url, **settings)
     assert caught.value.setting == setting
 
 

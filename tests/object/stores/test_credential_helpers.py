@@ -188,8 +188,8 @@ def test_credentials_stay_in_use_while_a_helper_that_hangs_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What it said before is good for minutes more, however long it hangs ahead of need."""
-    for name, value in (("_AHEAD_PAUSE_S", 0.0), ("_LOOKUP_S", 0.05), ("_HANGS_S", 0.0)):
-        monkeypatch.setattr(credentials, name, value)
+    for name in ("_AHEAD_PAUSE_S", "_HANGS_S"):
+        monkeypatch.setattr(credentials, name, 0.0)
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=AHEAD_S)
     said = tmp_path / "said"
     said.write_text(json.dumps(EXPIRED | {"Expiration": end.isoformat()}))
@@ -200,6 +200,7 @@ def test_credentials_stay_in_use_while_a_helper_that_hangs_is_started_again(
         time.sleep(0.02)
     said.unlink()
     os.mkfifo(said)
+    monkeypatch.setattr(credentials, "_LOOKUP_S", 0.05)
     try:
         assert [signer.credentials(math.inf).access_key for _ in range(4)] == ["A"] * 4
     finally:

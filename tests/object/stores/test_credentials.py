@@ -102,7 +102,7 @@ def test_no_call_waits_for_credentials_beyond_its_deadline(
     began = time.monotonic()
     soon = began + 0.2
     calls: list[Callable[[], object]] = [
-        lambda: store.get("a", [memoryview(bytearray(1))], deadline=soon),
+        lambda: store.get("a", memoryview(bytearray(1)), deadline=soon),
         lambda: store.put("a", [memoryview(b"x")], deadline=soon),
         lambda: store.head("a", deadline=soon),
         lambda: list(store.list(deadline=soon)),

@@ -17,12 +17,12 @@ from support.object.object_servers import (
     error_body,
     pass_on,
 )
+from support.object.s3_client_helpers import retrying_bucket
 
-from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import bucket_store, errors
 from kvtier.backends.object.stores import store as store_module
 from kvtier.backends.object.stores.bucket_store import BucketStore
-from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
+from kvtier.backends.object.stores.clouds import Timeouts
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import Store
 
@@ -237,10 +237,11 @@ def test_where_no_thread_can_be_started_it_is_weather(
 
 def guarded(server: HostileServer, prefix: str) -> Store:
     """With the breaker that the first failure opens."""
-    return open_store(
-        f"s3://bucket/deletes/{prefix}",
-        BucketSettings(endpoint=server.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
-        retry=RetryPolicy(attempts=1, failures=1),
+    return retrying_bucket(
+        RetryPolicy(attempts=1, failures=1),
+        prefix=f"deletes/{prefix}",
+        endpoint=server.endpoint,
+        timeouts=Timeouts(5.0, 30.0, 60.0),
     )
 
 
@@ -357,10 +358,10 @@ def test_objects_that_a_busy_store_did_not_come_to_are_deleted_by_another_try(
         peer.sendall(answer(200, answers.pop(0).encode()))
 
     scripted.script = serve
-    store = open_store(
-        "s3://bucket",
-        BucketSettings(endpoint=scripted.endpoint, timeouts=Timeouts(5.0, 30.0, 60.0)),
-        retry=RetryPolicy(attempts=3, base_s=0.0),
+    store = retrying_bucket(
+        RetryPolicy(attempts=3, base_s=0.0),
+        endpoint=scripted.endpoint,
+        timeouts=Timeouts(5.0, 30.0, 60.0),
     )
     assert store.delete([f"n{index}" for index in range(9)]) == {}
     assert not answers

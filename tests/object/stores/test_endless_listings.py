@@ -11,25 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.object.manual_keepers import CAPACITY, RECORD
+from support.object.manual_keepers import RECORD, created
 from support.object.object_servers import ENTRY, HostileServer, Peer, answer
+from support.object.s3_client_helpers import retrying_bucket
 
 from kvtier.backends.object import journal, lease, namespaces
 from kvtier.backends.object import keeper as keeper_module
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.inspection.store_survey import StoreSurvey
 from kvtier.backends.object.journal import Journal
-from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import ServerName, block_name
-from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import bucket_store, retry, store
-from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.errors import EndlessListing, Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.retry import RetryPolicy
 from kvtier.backends.object.stores.store import ObjectInfo, Store
-from kvtier.backends.object.tier import ObjectTier
-from kvtier.eviction import create_policy
 from kvtier.inspect import Depth
 from kvtier.testing.subject import NAMESPACE, make_keys
 from kvtier.types import BlockKey, Presence
@@ -107,11 +102,7 @@ def bucket(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]
     monkeypatch.setattr(store, "NAMESPACES_MAX", 20)
     monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 20)
     with HostileServer(endless.serve) as server:
-        opened = open_store(
-            "s3://bucket",
-            BucketSettings(endpoint=server.endpoint),
-            retry=RetryPolicy(base_s=0.0, failures=1000),
-        )
+        opened = retrying_bucket(RetryPolicy(base_s=0.0, failures=1000), endpoint=server.endpoint)
         yield opened
         opened.close()
 
@@ -147,9 +138,7 @@ def test_a_tier_serves_on_and_lists_again_after_a_while(
 ) -> None:
     monkeypatch.setattr(keeper_module, "_OPEN_S", 3600.0)
     now = 0.0
-    limits = Limits(CAPACITY, refresh_s=5.0, audit_s=600.0)
-    keeper = Keeper(bucket, NAMESPACE, limits, steady=lambda: now)
-    tier = ObjectTier(keeper, create_policy())
+    keeper, tier = created(bucket, refresh_s=5.0, steady=lambda: now)
     with pytest.raises(EndlessListing):
         keeper.open(tier.offered)
     endless.pages = 0
@@ -183,8 +172,7 @@ class Tedious(FileStore):
 
 def test_a_listing_that_fails_after_minutes_is_not_begun_at_once_again(tmp_path: Path) -> None:
     store = Tedious(tmp_path / "store")
-    limits = Limits(CAPACITY, refresh_s=5.0, audit_s=600.0)
-    keeper = Keeper(store, NAMESPACE, limits, steady=lambda: store.now)
+    keeper, _ = created(store, refresh_s=5.0, steady=lambda: store.now)
     while store.now < 1e9 + 1000.0:
         keeper.run_once()
         store.now += 1.0
@@ -240,7 +228,7 @@ def test_models_without_end_end_an_audit(
 ) -> None:
     monkeypatch.setattr(store, "NAMESPACES_MAX", 50)
     monkeypatch.setattr(namespaces, "NAMESPACES_MAX", 50)
-    keeper = Keeper(Listed(tmp_path / "store", "", name), NAMESPACE, Limits(CAPACITY, 5.0, 600.0))
+    keeper, _ = created(Listed(tmp_path / "store", "", name))
     with pytest.raises(EndlessListing, match="50 namespaces"):
         keeper.open(lambda: iter(()))
     keeper.close()

@@ -116,7 +116,7 @@ def remove(path: Path) -> None:
 
 def use(store: Store) -> None:
     """Everything that can be done with these names. Errors are typed."""
-    into = [memoryview(bytearray(64))]
+    into = memoryview(bytearray(64))
     calls: list[Callable[[str], object]] = [
         lambda name: store.get(name, into),
         lambda name: store.head(name),
@@ -151,7 +151,7 @@ def test_nothing_outside_is_read_or_changed(
     into = bytearray(64)
     for name in NAMES:
         with contextlib.suppress(StoreError):
-            found = store.get(name, [memoryview(into)])
+            found = store.get(name, memoryview(into))
             theirs = found is not None and bytes(into[:found]) == b"theirs"
             assert not theirs or plant is _hard_link, "a hard link is a file of this folder"
     use(store)

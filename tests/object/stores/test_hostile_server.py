@@ -385,7 +385,7 @@ def test_what_a_proxy_made_of_an_object_is_not_called_corrupt(
     head = b"HTTP/1.1 200 OK\r\n%s\r\ncontent-length: 4\r\n\r\n" % field
     server.script = said(head + b"what")
     with pytest.raises(errors.WrongEndpoint, match="proxy"):
-        store.get("name", [memoryview(bytearray(len(BODY)))])
+        store.get("name", memoryview(bytearray(len(BODY))))
 
 
 @pytest.mark.parametrize("encoding", [b"identity", b"aws-chunked", b""])

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
-from support.object.object_servers import HostileServer, Peer, ServerProcess, answer
+from support.object.object_servers import BODY, HostileServer, Opener, ServerProcess, get_body
 
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.bucket_store import BucketStore
-from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.store import PutOutcome
 
 pytestmark = pytest.mark.s3
 SECRET = "pass%40word-of-the-proxy"
-BODY = bytes(range(256)) * 64
 
 
 class ProxyProcess:
@@ -58,104 +53,68 @@ class ProxyProcess:
         self._process.stdout.close()
 
 
-@pytest.fixture
-def server() -> Iterator[HostileServer]:
-    with HostileServer(lambda peer, head: peer.sendall(answer(200, BODY))) as server:
-        yield server
-
-
-@pytest.fixture
-def tls_server(certificate: Path) -> Iterator[HostileServer]:
-    def serve(peer: Peer, head: bytes) -> None:
-        if head.startswith(b"PUT"):
-            peer.read_body(head)
-        peer.sendall(answer(200, BODY))
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    with HostileServer(serve, tls=context) as server:
-        yield server
-
-
-def get(store: BucketStore) -> bytes:
-    into = bytearray(len(BODY))
-    assert store.get("name", [memoryview(into)]) is not None
-    return bytes(into)
-
-
 def test_requests_to_http_are_carried(
-    moto_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    moto_server: ServerProcess, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ProxyProcess() as proxy:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
-        store = BucketStore(
-            BucketSettings(bucket="bucket", prefix="via", endpoint=moto_server.endpoint)
-        )
+        store = opened(prefix="via", endpoint=moto_server.endpoint)
         names = [f"n{index}" for index in range(9)]
         for name in names:
             assert store.put(name, [memoryview(BODY)]) is PutOutcome.STORED
         into = bytearray(len(BODY))
-        assert store.get("n1", [memoryview(into)]) is not None
-        assert bytes(into) == BODY
+        assert store.get("n1", memoryview(into)) == len(BODY)
+        assert into == BODY
         assert [info.name for info in store.list()] == names
         assert store.delete(names) == {}
-        store.close()
     assert proxy.lines[0] == f"PUT {moto_server.endpoint}/bucket/via/n0 HTTP/1.1"
 
 
 def test_https_is_tunnelled(
-    tls_server: HostileServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
+    tls_server: HostileServer, opened: Opener, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint = tls_server.endpoint.replace("http:", "https:")
     with ProxyProcess() as proxy:
         monkeypatch.setenv("HTTPS_PROXY", f"127.0.0.1:{proxy.port}")
-        store = BucketStore(
-            BucketSettings(bucket="bucket", endpoint=endpoint, ca_bundle=str(certificate))
-        )
-        assert get(store) == BODY
+        store = opened(endpoint=tls_server.endpoint, ca_bundle=str(certificate))
+        assert get_body(store) == BODY
         store.put("name", [memoryview(bytes(3 << 20))])
-        store.close()
     assert [*{*proxy.lines}] == [f"CONNECT 127.0.0.1:{tls_server.port} HTTP/1.1"]
     assert b"proxy" not in b"".join(tls_server.heads).lower()
 
 
 @pytest.mark.parametrize("exception", ["127.0.0.1", "*", "other,127.0.0.1"])
 def test_no_proxy_where_none_is_wanted(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, exception: str
+    server: HostileServer, opened: Opener, monkeypatch: pytest.MonkeyPatch, exception: str
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", exception)
-    store = BucketStore(BucketSettings(bucket="bucket", endpoint=server.endpoint))
-    assert get(store) == BODY
-    store.close()
+    assert get_body(opened(endpoint=server.endpoint)) == BODY
 
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_a_proxy_with_a_password(
     server: HostileServer,
     tls_server: HostileServer,
+    opened: Opener,
     certificate: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tls: bool,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    endpoint = tls_server.endpoint.replace("http:", "https:") if tls else server.endpoint
-    settings = BucketSettings(bucket="bucket", endpoint=endpoint, ca_bundle=str(certificate))
+    endpoint = tls_server.endpoint if tls else server.endpoint
+    settings = {"endpoint": endpoint, "ca_bundle": str(certificate)}
     with ProxyProcess("user:pass@word-of-the-proxy") as proxy:
         place = f"127.0.0.1:{proxy.port}"
         for name in ("HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, f"http://user:{SECRET}@{place}")
-        store = BucketStore(settings)
-        assert get(store) == BODY
+        store = opened(**settings)
+        assert get_body(store) == BODY
         shown = repr(store)
-        store.close()
         for name in ("HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, f"http://user:wrong-password@{place}")
-        store = BucketStore(settings)
         with pytest.raises(errors.ProxyRefused, match=r"407.*correct user and password") as caught:
-            get(store)
-        store.close()
+            get_body(opened(**settings))
     shown += caplog.text + str(caught.value)
     for secret in ("word-of-the-proxy", "wrong-password", "dXNlc"):
         assert secret not in shown
@@ -170,16 +129,15 @@ def test_a_proxy_with_a_password(
 )
 def test_a_proxy_that_is_not_there_is_named(
     server: HostileServer,
+    opened: Opener,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
     kind: type[errors.StoreError],
     says: str,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", url)
-    store = BucketStore(BucketSettings(bucket="bucket", endpoint=server.endpoint))
     with pytest.raises(kind, match=says):
-        get(store)
-    store.close()
+        get_body(opened(endpoint=server.endpoint))
 
 
 @pytest.mark.parametrize(
@@ -192,9 +150,9 @@ def test_a_proxy_that_is_not_there_is_named(
     ],
 )
 def test_what_is_no_proxy_is_said_so(
-    server: HostileServer, monkeypatch: pytest.MonkeyPatch, url: str, problem: str
+    server: HostileServer, opened: Opener, monkeypatch: pytest.MonkeyPatch, url: str, problem: str
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", url)
     with pytest.raises(errors.ProxyRefused, match=f"{problem}: write http://host:port") as caught:
-        BucketStore(BucketSettings(bucket="bucket", endpoint=server.endpoint))
+        opened(endpoint=server.endpoint)
     assert "hidden" not in str(caught.value)

@@ -150,10 +150,10 @@ def test_no_more_are_kept_than_were_asked_for_and_none_once_closed(
     assert len(set(used)) == 6
 
 
-def test_an_object_of_any_size_lands_in_its_buffers_and_nowhere_else(
+def test_an_object_lands_in_its_buffer_and_nowhere_else(
     server: HostileServer, store: BucketStore
 ) -> None:
-    """Whatever pieces it comes in, and whatever pieces it goes to."""
+    """Whatever pieces it comes in."""
     body = bytes(range(256)) * 40
 
     def in_pieces(peer: Peer, head: bytes) -> None:
@@ -162,6 +162,6 @@ def test_an_object_of_any_size_lands_in_its_buffers_and_nowhere_else(
             peer.sendall(data[start : start + 1999])
 
     server.script = in_pieces
-    into = [bytearray(size) for size in (1, 4096, 0, 6000, 1000)]
-    assert store.get("name", [memoryview(part) for part in into]) == len(body)
-    assert b"".join(into) == body + bytes(11_097 - len(body))
+    into = bytearray(len(body) + 1000)
+    assert store.get("name", memoryview(into)) == len(body)
+    assert into == body + bytes(1000)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from support.object.object_servers import ServerProcess
+from support.object.object_servers import Opener, ServerProcess
 
 from kvtier.backends.object.stores import errors
 from kvtier.backends.object.stores.bucket_store import BucketStore
-from kvtier.backends.object.stores.clouds import BucketSettings, Timeouts
+from kvtier.backends.object.stores.clouds import Timeouts
 from kvtier.backends.object.stores.store import PutOutcome, Store
 
 pytestmark = pytest.mark.s3
@@ -21,27 +21,19 @@ BYTES = 24 << 20
 
 
 @pytest.fixture
-def store(own_rclone: ServerProcess) -> Iterator[BucketStore]:
-    store = BucketStore(
-        BucketSettings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=Timeouts(5, 5, 30))
-    )
-    yield store
-    store.close()
+def store(own_rclone: ServerProcess, opened: Opener) -> BucketStore:
+    return opened(endpoint=own_rclone.endpoint, timeouts=Timeouts(5, 5, 30))
 
 
 @pytest.fixture
-def hasty(own_rclone: ServerProcess) -> Iterator[BucketStore]:
+def hasty(own_rclone: ServerProcess, opened: Opener) -> BucketStore:
     """A store that does not wait for long."""
-    store = BucketStore(
-        BucketSettings(bucket="bucket", endpoint=own_rclone.endpoint, timeouts=QUICK)
-    )
-    yield store
-    store.close()
+    return opened(endpoint=own_rclone.endpoint, timeouts=QUICK)
 
 
 def get(store: Store, size: int) -> bytes:
     into = bytearray(size)
-    assert store.get("big", [memoryview(into)]) is not None
+    assert store.get("big", memoryview(into)) is not None
     return bytes(into)
 
 
@@ -94,7 +86,7 @@ def test_a_server_lost_in_the_middle_of_a_get(
 
     def load() -> None:
         try:
-            ended.append(hasty.get("big", [memoryview(into)]))
+            ended.append(hasty.get("big", memoryview(into)))
         except errors.StoreError as error:
             ended.append(error)
 
@@ -136,10 +128,9 @@ def test_a_server_lost_in_the_middle_of_a_put(
     until(lambda: served(store, data))
 
 
-def test_a_bucket_that_is_not_there(rclone_server: ServerProcess) -> None:
-    store = BucketStore(BucketSettings(bucket="no-such-bucket", endpoint=rclone_server.endpoint))
+def test_a_bucket_that_is_not_there(rclone_server: ServerProcess, opened: Opener) -> None:
+    store = opened(bucket="no-such-bucket", endpoint=rclone_server.endpoint)
     with pytest.raises(errors.NoSuchBucket, match="create the bucket"):
         put(store, b"x")
     with pytest.raises(errors.NoSuchBucket):
         list(store.list())
-    store.close()

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.object.object_servers import ServerProcess
+from support.object.object_servers import Opener, ServerProcess
+from support.object.s3_client_helpers import retrying_bucket
 from support.object.store_contract import StoreContract
 
-from kvtier.backends.object.settings import open_store
-from kvtier.backends.object.stores.bucket_store import BucketStore
-from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Store
 
@@ -28,13 +26,9 @@ class TestFileStore(StoreContract):
 @pytest.mark.s3
 class TestMoto(StoreContract):
     @pytest.fixture
-    def store(self, moto_server: ServerProcess) -> Iterator[Store]:
+    def store(self, moto_server: ServerProcess, opened: Opener) -> Store:
         prefix = f"some+where %41&/ä{next(_numbers)}"
-        store = BucketStore(
-            BucketSettings(bucket="bucket", prefix=prefix, endpoint=moto_server.endpoint)
-        )
-        yield store
-        store.close()
+        return opened(prefix=prefix, endpoint=moto_server.endpoint)
 
 
 @pytest.mark.s3
@@ -42,28 +36,17 @@ class TestRclone(StoreContract):
     can_refuse = False
 
     @pytest.fixture
-    def store(self, rclone_server: ServerProcess) -> Iterator[Store]:
+    def store(self, rclone_server: ServerProcess, opened: Opener) -> Store:
         prefix = f"p {next(_numbers)}+ä%41&"
-        store = BucketStore(
-            BucketSettings(bucket="bucket", prefix=prefix, endpoint=rclone_server.endpoint)
-        )
-        yield store
-        store.close()
+        return opened(prefix=prefix, endpoint=rclone_server.endpoint)
 
 
 @pytest.mark.s3
 class TestAzurite(StoreContract):
     @pytest.fixture
-    def store(self, azurite_server: ServerProcess) -> Iterator[Store]:
-        settings = BucketSettings(
-            cloud="az",
-            bucket="bucket",
-            prefix=f"some where/{next(_numbers)}",
-            endpoint=azurite_server.endpoint,
-        )
-        store = BucketStore(settings)
-        yield store
-        store.close()
+    def store(self, azurite_server: ServerProcess, opened: Opener) -> Store:
+        prefix = f"some where/{next(_numbers)}"
+        return opened(cloud="az", prefix=prefix, endpoint=azurite_server.endpoint)
 
 
 @pytest.mark.s3
@@ -72,7 +55,7 @@ class TestGuardedMoto(StoreContract):
 
     @pytest.fixture
     def store(self, moto_server: ServerProcess) -> Iterator[Store]:
-        url = f"s3://bucket/guarded/{next(_numbers)}"
-        store = open_store(url, BucketSettings(endpoint=moto_server.endpoint))
+        prefix = f"guarded/{next(_numbers)}"
+        store = retrying_bucket(prefix=prefix, endpoint=moto_server.endpoint)
         yield store
         store.close()

@@ -42,19 +42,15 @@ class Shared:
         at_us: int,
         generations: Sequence[int] = (0,),
         keys: Sequence[BlockKey] = (KEY,),
-        size: int = RECORD,
     ) -> None:
         """The neighbour writes this down, and the tier hears of it."""
-        sizes, times = [size] * len(keys), [self.now_us + at_us] * len(keys)
+        sizes, times = [RECORD] * len(keys), [self.now_us + at_us] * len(keys)
         self.neighbour.append(pack_entries(kind, keys, generations, sizes, times))
         self.keeper._publish(self.keeper._journal.read_new())
         self.tier.tick()
 
     def look(self) -> None:
         look(self.keeper, self.tier)
-
-    def counted(self) -> tuple[int, int]:
-        return self.budget.used, self.budget.uncatalogued
 
     @property
     def offered(self) -> bool:
@@ -71,10 +67,10 @@ def test_a_removal_that_is_heard_of_late_hides_nothing_stored_since(shared: Shar
     shared.say(ADDED, -1000)
     shared.say(REMOVED, -2000)
     assert shared.offered
-    assert shared.counted() == (RECORD, 0)
+    assert shared.budget.used == RECORD
     shared.say(REMOVED, -1000)
     assert not shared.offered, "of equal times the removal counts"
-    assert shared.counted() == (0, 0)
+    assert shared.budget.used == 0
 
 
 def test_an_object_that_is_stored_again_outlasts_the_removal_before_that(shared: Shared) -> None:
@@ -84,7 +80,7 @@ def test_an_object_that_is_stored_again_outlasts_the_removal_before_that(shared:
     shared.say(ADDED, -4000)  # heard of late
     shared.say(REMOVED, -2000)
     assert shared.offered
-    assert shared.counted() == (RECORD, 0)
+    assert shared.budget.used == RECORD
 
 
 def test_a_removal_is_one_of_this_object_and_no_other_of_its_key(shared: Shared) -> None:
@@ -98,7 +94,7 @@ def test_a_removal_is_one_of_this_object_and_no_other_of_its_key(shared: Shared)
     shared.say(ADDED, -500, [0])
     shared.say(REMOVED, -400, [3])
     assert shared.offered, "what was known of the former object is forgotten"
-    assert shared.counted() == (RECORD, 0)
+    assert shared.budget.used == RECORD
 
 
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
@@ -113,12 +109,12 @@ def test_of_two_objects_of_one_block_the_later_is_offered_and_the_other_goes(
     if at_once:
         shared.say(ADDED, -1000, order, keys=[KEY, KEY])
     assert list(shared.tier.offered()) == [(KEY, 2)]
-    assert shared.counted() == (RECORD, 0)
+    assert shared.budget.used == RECORD
     shared.keeper.refresh()
     shared.look()
     assert blocks_in(shared.store) == 1
     assert list(shared.tier.offered()) == [(KEY, 2)]
-    assert shared.counted() == (RECORD, 0)
+    assert shared.budget.used == RECORD
 
 
 @pytest.mark.parametrize("read", [False, True])
@@ -133,9 +129,9 @@ def test_what_was_dropped_stays_so_and_what_comes_then_has_another_name(
     shared.say(ADDED, -1000)  # heard of late
     assert not shared.offered
     if read:
-        assert shared.counted() == (RECORD, 0), "until it is read"
+        assert shared.budget.used == RECORD, "until it is read"
         shared.tier.complete_load([KEY])
-    assert shared.counted() == (0, 0)
+    assert shared.budget.used == 0
     reserved = shared.tier.prepare_store([KEY])
     assert isinstance(reserved.spec, ObjectSpec)
     assert reserved.spec.generations == [1], "no delete that is late hits it"
@@ -161,17 +157,10 @@ def test_what_is_being_stored_is_counted_once_though_another_has_stored_it(
     assert shared.tier.prepare_store([KEY]).keys == [KEY]
     shared.put()
     shared.say(ADDED, 0)
-    assert shared.counted() == (RECORD, 0)
+    assert shared.budget.used == RECORD
     shared.tier.complete_store([KEY])
     assert shared.offered
-    assert shared.counted() == (RECORD, 0)
-
-
-def test_a_size_that_is_told_anew_is_what_counts(shared: Shared) -> None:
-    shared.put()
-    shared.say(ADDED, -2000)
-    shared.say(ADDED, -1000, size=RECORD // 2)
-    assert shared.counted() == (RECORD // 2, 0)
+    assert shared.budget.used == RECORD
 
 
 def test_each_of_many_is_offered_by_its_own_name(shared: Shared) -> None:

@@ -10,7 +10,7 @@ from support.object.object_servers import SECRET_KEY
 
 from kvtier.backends.object import BACKEND, ObjectSettings
 from kvtier.backends.object.backend import _codec
-from kvtier.backends.object.settings import _reached
+from kvtier.backends.object.settings import _bucket, parse_url
 from kvtier.errors import ConfigError
 from kvtier.interfaces.backend import TierContext
 from kvtier.record.codec import Codec
@@ -58,7 +58,8 @@ def test_what_cannot_work_is_refused(more: dict[str, Any], place: str, remedy: s
 @pytest.mark.parametrize(("idle_s", "upload_s"), [(2.0, 15.0), (60.0, 60.0)])
 def test_a_longer_idle_timeout_holds_for_uploads(idle_s: float, upload_s: float) -> None:
     """Whose answers come late: stores are silent while they write."""
-    timeouts = _reached(settings(idle_timeout=Duration(idle_s))).timeouts
+    chosen = settings(idle_timeout=Duration(idle_s))
+    timeouts = _bucket(chosen, parse_url(chosen.url)).timeouts
     assert (timeouts.idle_s, timeouts.upload_s) == (idle_s, upload_s)
 
 

@@ -1,4 +1,5 @@
-"""The object tier, step by step beside the reference model, over each kind of store."""
+"""The object tier, step by step beside the reference model, over a folder and over buckets of two
+kinds: one that refuses a second writer of a name, and one that does not."""
 
 import pytest
 from hypothesis import settings
@@ -7,7 +8,7 @@ from support.object.object_subjects import FOLDER, BucketSubject
 
 from kvtier.testing.stateful import SETTINGS, tier_machine
 
-MOTO, RCLONE, AZURITE = BucketSubject(""), BucketSubject(""), BucketSubject("")
+RCLONE, AZURITE = BucketSubject(""), BucketSubject("")
 SOME = settings(SETTINGS, max_examples=25)
 """The tier is the same over a folder; servers and their client answer more slowly."""
 
@@ -19,16 +20,6 @@ class TestFolderBriefly(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
 @pytest.mark.slow
 class TestFolder(tier_machine(FOLDER).TestCase):  # type: ignore[misc]
     """As many examples as for any tier."""
-
-
-@pytest.mark.s3
-@pytest.mark.slow
-class TestMoto(tier_machine(MOTO).TestCase):  # type: ignore[misc]
-    settings = SOME
-
-    @pytest.fixture(autouse=True)
-    def server(self, moto_server: ServerProcess) -> None:
-        MOTO.endpoint = moto_server.endpoint
 
 
 @pytest.mark.s3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class HangingStore(FileStore):
 
     gets = 0
 
-    def get(self, name: str, into: Sequence[Buffer], **more: Any) -> int | None:
+    def get(self, name: str, into: Buffer, **more: Any) -> int | None:
         self.gets += 1
         raise TimedOut(f"{name} did not come in time")
 

@@ -17,21 +17,17 @@ from support.object.object_servers import (
     error_body,
     pass_on,
 )
+from support.object.s3_client_helpers import retrying_bucket
 
-from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.inspection import garbage as gc
 from kvtier.backends.object.journal import Journal
 from kvtier.backends.object.keeper import ReadOnlyKeeper
 from kvtier.backends.object.manifests import ADDED, pack_entries
 from kvtier.backends.object.object_names import block_name, description_name
-from kvtier.backends.object.settings import open_store
 from kvtier.backends.object.stores import errors
-from kvtier.backends.object.stores.clouds import BucketSettings
 from kvtier.backends.object.stores.file_store import FileStore
 from kvtier.backends.object.stores.store import Store
-from kvtier.backends.object.tier import ObjectTier
 from kvtier.backends.object.use_counts import Uses, used_blocks
-from kvtier.eviction import create_policy
 from kvtier.slab.layout import keys_of
 from kvtier.system.disk import AnyPath, Disk
 from kvtier.testing.subject import NAMESPACE, make_keys
@@ -78,7 +74,7 @@ def store(guard: Guard, request: pytest.FixtureRequest) -> Iterator[Store]:
     """With retries and a circuit, which what is closed must not open."""
     with HostileServer(guard.serve) as server:
         prefix = request.node.name.translate(str.maketrans("[]' ", "----"))
-        store = open_store(f"s3://bucket/closed/{prefix}", BucketSettings(endpoint=server.endpoint))
+        store = retrying_bucket(prefix=f"closed/{prefix}", endpoint=server.endpoint)
         store.put(description_name(NAMESPACE.id), [memoryview(NAMESPACE.to_json())])
         yield store
         store.close()
@@ -177,10 +173,7 @@ def test_a_listing_finds_what_closed_manifests_tell_of(store: Store, guard: Guar
     assert tier.lookup(keys) == [Presence.HIT] * 3
     keeper.close()
     assert name in manifests(store)
-    reader = ReadOnlyKeeper(store, NAMESPACE, Limits(1 << 30, refresh_s=600.0, audit_s=600.0))
-    seen = ObjectTier(reader, create_policy())
-    reader.open(seen.offered)
-    seen.start()
+    reader, seen = opened(store, kind=ReadOnlyKeeper)
     assert seen.lookup(keys) == [Presence.HIT] * 3, "it was written down"
     reader.close()
 

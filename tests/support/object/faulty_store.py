@@ -100,7 +100,7 @@ class FaultyStore(Store):
         self._names.append(name)
         return self._call(lambda: self._inner.put(name, buffers, **more), fault)
 
-    def get(self, name: str, into: Sequence[Buffer], **more: Any) -> int | None:
+    def get(self, name: str, into: Buffer, **more: Any) -> int | None:
         lies = (Fault.DENIES, Fault.FLIPS, Fault.OTHER, Fault.CUT_SHORT)
         fault = self._plan.next(*_ANY, *lies)
         if fault is Fault.DENIES:
@@ -108,10 +108,8 @@ class FaultyStore(Store):
         if fault is Fault.OTHER and self._names:
             name = self._names[self._plan.below(len(self._names))]
         found = self._call(lambda: self._inner.get(name, into, **more), fault)
-        views = [view for view in into if len(view)]
-        if fault is Fault.FLIPS and views:
-            view = views[self._plan.below(len(views))]
-            view[self._plan.below(len(view))] ^= 1 << self._plan.below(8)
+        if fault is Fault.FLIPS and into:
+            into[self._plan.below(len(into))] ^= 1 << self._plan.below(8)
         if fault is Fault.CUT_SHORT and found:
             return self._plan.below(found)
         return found

@@ -11,4 +11,4 @@ def put(store: FileStore, name: str, data: bytes = b"bytes") -> PutOutcome:
 
 
 def get(store: FileStore, name: str, size: int = 5) -> int | None:
-    return store.get(name, [memoryview(bytearray(size))])
+    return store.get(name, memoryview(bytearray(size)))

@@ -278,7 +278,7 @@ class HostileServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
 
     def _accept(self) -> None:
         while True:
@@ -372,5 +372,5 @@ def serve_body(peer: Peer, head: bytes) -> None:
 def get_body(store: BucketStore) -> bytes:
     """What a store gets from a server that does so."""
     into = bytearray(len(BODY))
-    assert store.get("name", [memoryview(into)]) is not None
+    assert store.get("name", memoryview(into)) is not None
     return bytes(into)

@@ -84,7 +84,7 @@ def circuit_of(store: RetryingStore) -> Circuit:
 
 
 def get(store: Store, deadline: float | None = None) -> int | None:
-    return store.get("name", [], deadline=deadline)
+    return store.get("name", memoryview(b""), deadline=deadline)
 
 
 def trip(store: RetryingStore) -> None:

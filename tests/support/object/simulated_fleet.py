@@ -21,7 +21,7 @@ from kvtier.backends.object.caretaker import Limits
 from kvtier.backends.object.keeper import Keeper
 from kvtier.backends.object.object_names import block_name, described_namespace, parse_block
 from kvtier.backends.object.stores.errors import StoreError
-from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store, first_bytes
+from kvtier.backends.object.stores.store import Buffer, ObjectInfo, PutOutcome, Store
 from kvtier.backends.object.tier import ObjectTier
 from kvtier.eviction import create_policy
 from kvtier.record.record import HEADER_BYTES
@@ -66,16 +66,13 @@ class CountingStore(Store):
         self._objects[name] = (data, size, self.now)
         return PutOutcome.STORED
 
-    def get(
-        self, name: str, into: Sequence[Buffer], *, offset: int | None = None, **_: Any
-    ) -> int | None:
+    def get(self, name: str, into: Buffer, *, offset: int | None = None, **_: Any) -> int | None:
         self._count("GET", name)
         if name not in self._objects:
             return None
         data = memoryview(self._objects[name][0])[offset or 0 :]
-        wanted = min(len(data), sum(map(len, into)))
-        for view in first_bytes(into, wanted):
-            view[:], data = data[: len(view)], data[len(view) :]
+        wanted = min(len(data), len(into))
+        into[:wanted] = data[:wanted]
         self.bytes_read += wanted
         return wanted
 
