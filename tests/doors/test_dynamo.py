@@ -276,6 +276,7 @@ def test_its_indexer_knows_of_a_neighbours_memory(indexer: Indexer, config: dict
         server.neighbour.store({key: bytes(NAMESPACE.group_bytes[0]) for key in prompt.keys})
         server.tell_all()
         assert indexer.overlap(prompt.tokens) == (0, 0, 0), "nobody has asked"
+        server.come_to_rest()
         server.ask(prompt, store=False)
         server.tell_all()
         assert indexer.overlap(prompt.tokens) == (0, len(prompt.tokens), len(prompt.tokens))
