@@ -115,7 +115,11 @@ def known_flags() -> set[str]:
     for path in (home / "engine" / "arg_utils.py", *(home / "entrypoints").rglob("*.py")):
         if path.is_file():
             names.update(_FLAG.findall(path.read_text(encoding="utf-8")))
-    return {(flag or field).replace("_", "-") for flag, field in names}
+    known = {(flag or field).replace("_", "-") for flag, field in names}
+    # From 0.33 on each of these has the other beside it, in no source.
+    disable = {f"disable-{each[7:]}" for each in known if each.startswith("enable-")}
+    enable = {f"enable-{each[8:]}" for each in known if each.startswith("disable-")}
+    return known | disable | enable
 
 
 def tested() -> str:

@@ -17,6 +17,8 @@ from engines.world import World
 from kvtier.errors import ConfigError
 
 UNCACHED = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+OTHER_DTYPE = "take --dtype bfloat16|is incompatible with dtype"
+"""By kvtier, and from 0.33 on by vLLM itself."""
 SECOND_RUNNER = {"host": HOST.with_name("second_runner.py"), "fresh": True}
 
 
@@ -31,7 +33,7 @@ SECOND_RUNNER = {"host": HOST.with_name("second_runner.py"), "fresh": True}
             SECOND_RUNNER | {"enable_return_routed_experts": True, "max_model_len": 1408},
             "nobody knows of a token that was loaded",
         ),
-        ("llama", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "take --dtype bfloat16"),
+        ("llama", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, OTHER_DTYPE),
         (
             "llama",
             {"environment": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import vllm
 
@@ -19,10 +21,12 @@ def test_all_of_it_is_there() -> None:
 
 
 def test_every_flag_of_the_server_is_known() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    older = vllm.__version__.startswith("0.32")
+    home = "launchers" if older else "common"
+    parsers = importlib.import_module(f"vllm.entrypoints.{home}.cli_args")
+    actions = parsers.make_arg_parser(FlexibleArgumentParser())._actions
     flags = {each for action in actions for each in action.option_strings if each[:2] == "--"}
     assert "--max-model-len" in flags
     check_flags(sorted(flags), versions.known_flags())
