@@ -54,6 +54,8 @@ class PageCopier:
         self, layout: DeviceLayout, arrays: Sequence[Bytes], kernels: Kernels | None = None
     ) -> None:
         self._per_chunk = layout.blocks_per_chunk
+        # A stack's view keeps the first of its tensors alive alone, and the kernels none.
+        self._keep = arrays
         self.one_pass = kernels and OnePassCopies(kernels, layout, arrays)
         self._stacks = [self._stack(layout, group, arrays) for group in range(len(layout.groups))]
 

@@ -117,8 +117,8 @@ def known_flags() -> set[str]:
             names.update(_FLAG.findall(path.read_text(encoding="utf-8")))
     known = {(flag or field).replace("_", "-") for flag, field in names}
     # From 0.33 on each of these has the other beside it, in no source.
-    disable = {f"disable-{each[7:]}" for each in known if each.startswith("enable-")}
-    enable = {f"enable-{each[8:]}" for each in known if each.startswith("disable-")}
+    disable = {f"dis{each.removeprefix('en')}" for each in known if each.startswith("enable-")}
+    enable = {f"en{each.removeprefix('dis')}" for each in known if each.startswith("disable-")}
     return known | disable | enable
 
 
