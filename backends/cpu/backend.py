@@ -130,13 +130,13 @@ class CpuBackend(Backend[CpuSettings]):
         tier.engine = context.engine
         try:
             _wait_for_room(tier, keeper, root)
-        except MediumError:
+            drop_ahead(path)
+            if huge_pages and (reason := no_huge_pages(path)):
+                logger.warning("the CPU memory in %s has no huge pages: %s", root, reason)
+            keeper.start()
+        except BaseException:  # who lives on must not seem to use it
             tier.close()
             raise
-        drop_ahead(path)
-        if huge_pages and (reason := no_huge_pages(path)):
-            logger.warning("the CPU memory in %s has no huge pages: %s", root, reason)
-        keeper.start()
         return tier
 
     def open_handler(self, settings: CpuSettings, context: TierContext) -> CpuHandler:

@@ -85,7 +85,11 @@ class NvmeBackend(Backend[NvmeSettings]):
         tier = NvmeTier(keeper, create_policy(settings.eviction), allowance=allowance)
         tier.engine = context.engine
         tier.in_files = not only_read  # workers open files to write, too
-        keeper.start()
+        try:
+            keeper.start()
+        except BaseException:  # who lives on must not seem to use the folder
+            tier.close()
+            raise
         return tier
 
     def open_handler(

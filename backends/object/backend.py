@@ -67,15 +67,10 @@ class ObjectBackend(Backend[ObjectSettings]):
             raise MediumError(str(error)) from error
         tier = ObjectTier(keeper, create_policy(settings.eviction))
         try:
-            keeper.open(tier.offered)
-            keeper.await_election()
-        except StoreError as error:
-            if settings.unreachable == "refuse":
-                keeper.close()
-                raise MediumError(str(error)) from error
-            _log.warning("the object store cannot be used yet, going on without it: %s", error)
-        tier.start()
-        keeper.start()
+            _begin(keeper, tier, settings)
+        except BaseException:  # who lives on must not seem to use the store
+            keeper.close()
+            raise
         return tier
 
     def open_handler(
@@ -109,6 +104,18 @@ class ObjectBackend(Backend[ObjectSettings]):
         if folder is not None:
             return str(folder.resolve())
         return f"object:{settings.endpoint or ''}{settings.url.rstrip('/')}"
+
+
+def _begin(keeper: Keeper, tier: ObjectTier, settings: ObjectSettings) -> None:
+    try:
+        keeper.open(tier.offered)
+        keeper.await_election()
+    except StoreError as error:
+        if settings.unreachable == "refuse":
+            raise MediumError(str(error)) from error
+        _log.warning("the object store cannot be used yet, going on without it: %s", error)
+    tier.start()
+    keeper.start()
 
 
 def _codec(settings: ObjectSettings, namespace: Namespace) -> Codec:

@@ -171,10 +171,11 @@ class Keeper:
                 self._look()
 
     def start(self) -> None:
-        """Begin to work in the background."""
+        """Begin to work in the background. Raises RuntimeError if the system gives no thread."""
         self._yield.alone = False
-        self._thread = threading.Thread(target=self._run, name="kvtier-object-keeper", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvtier-object-keeper", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         while not self._stopping:

@@ -257,18 +257,22 @@ class ProcessMover(Mover):
         self._closed_at = float("inf")
         self._failure: MoverError | None = None
         self._started = threading.Event()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Set when the supervisor has something to do: to send what the socket did not take, or to
-        end."""
-        self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Set while there are results that the supervisor took in, and nobody has polled."""
-        self._arrivals = select.epoll()
-        """What `wait` sleeps on: `_ready`, and the socket, on which results arrive."""
-        self._arrivals.register(self._ready, select.EPOLLIN)
-        self._supervisor = threading.Thread(
-            target=self._supervise, name="kvtier-mover-supervisor", daemon=True
-        )
-        self._supervisor.start()
+        with contextlib.ExitStack() as opened:  # if the system gives no more files, or threads
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            """Set when the supervisor has something to do: to send what the socket did not take, or
+            to end."""
+            opened.callback(os.close, self._wake)
+            self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            """Set while there are results that the supervisor took in, and nobody has polled."""
+            opened.callback(os.close, self._ready)
+            self._arrivals = opened.enter_context(select.epoll())
+            """What `wait` sleeps on: `_ready`, and the socket, on which results arrive."""
+            self._arrivals.register(self._ready, select.EPOLLIN)
+            self._supervisor = threading.Thread(
+                target=self._supervise, name="kvtier-mover-supervisor", daemon=True
+            )
+            self._supervisor.start()
+            opened.pop_all()
         self._await_start()
 
     def _await_start(self) -> None:

@@ -198,15 +198,19 @@ class ThreadMover(Mover):
             )
             for each in handlers
         ]
-        self._threads = [
-            threading.Thread(
-                target=self._serve, args=(lane,), name=f"kvtier-move-{tier}-{index}", daemon=True
-            )
-            for tier, lane in enumerate(self._lanes)
-            for index in range(lane.concurrency)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for tier, lane in enumerate(self._lanes):
+                for index in range(lane.concurrency):
+                    name = f"kvtier-move-{tier}-{index}"
+                    thread = threading.Thread(
+                        target=self._serve, args=(lane,), name=name, daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self.close()
+            raise
 
     def submit(self, transfer: Transfer) -> bool:
         now = time.monotonic()

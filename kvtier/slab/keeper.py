@@ -186,9 +186,10 @@ class SlabKeeper:
         return self._problems.last
 
     def start(self) -> None:
-        """Begin to work in the background."""
-        self._thread = threading.Thread(target=self._run, name="kvtier-keeper", daemon=True)
-        self._thread.start()
+        """Begin to work in the background. Raises RuntimeError if the system gives no thread."""
+        thread = threading.Thread(target=self._run, name="kvtier-keeper", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         while not self._stopping:

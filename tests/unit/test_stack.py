@@ -18,11 +18,12 @@ from support.processes.cli_world import flip
 from kvtier import Stack, block_key, load_config
 from kvtier.amounts import size
 from kvtier.backends.nvme.tier import NvmeTier
-from kvtier.errors import ConfigError, ConfigErrors, NotOpen
+from kvtier.errors import ConfigError, ConfigErrors, KVTierError, NotOpen
 from kvtier.move.process import ProcessMover
 from kvtier.move.threads import ThreadMover
 from kvtier.record.record import record_bytes
 from kvtier.stack import Settled
+from kvtier.system.calls import joined
 from kvtier.testing.memory import MemoryHandler, MemoryTier
 from kvtier.testing.subject import NAMESPACE, make_keys, payload
 from kvtier.types import BlockKey, Namespace, Outcome
@@ -240,6 +241,47 @@ def test_a_tier_that_raises_keeps_no_other_open(
     with Stack.open(tiers, NAMESPACE) as again:
         assert again.context.engine == "unit", "nobody holds its memory"
         assert again.load(list(blocks(4))) == (blocks(4) if stack else {})
+
+
+@pytest.mark.parametrize("mode", ["threads", "process"])
+def test_a_stack_that_gets_too_few_threads_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """It is refused, whichever thread is the first that is not to be had; who lives on can open it
+    when there are more."""
+    tiers = config(tmp_path, mode=mode)
+    store = {"kind": "object", "url": f"file://{tmp_path}/store", "capacity": "4MiB", "threads": 2}
+    tiers["tiers"][1]["threads"] = 2
+    tiers["tiers"].append(store)
+    with Stack.open(tiers, NAMESPACE) as stack:  # what is loaded once stays open
+        stack.store(blocks(4))
+        stack.settle()
+    start, left = threading.Thread.start, 0
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    refused = 0
+    for refused in range(100):
+        left, before = refused, len(list(Path("/proc/self/fd").iterdir()))
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(threading.Thread, "start", limited)
+            try:
+                Stack.open(tiers, NAMESPACE).close()
+            except (RuntimeError, KVTierError):
+                ours = [each for each in threading.enumerate() if each.name.startswith("kvtier")]
+                assert joined(ours, 60), "those that end by themselves have ended"
+                assert len(list(Path("/proc/self/fd").iterdir())) == before
+            else:
+                break
+    assert refused >= 3, "of each tier's keeper at least"
+    with Stack.open(tiers, NAMESPACE) as again:
+        assert again.context.engine == "unit", "nobody holds its memory"
+        assert again.load(list(blocks(4))) == blocks(4)
 
 
 def test_a_stack_that_is_closed_says_so(tmp_path: Path) -> None:
