@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -124,9 +124,11 @@ class CpuTier(FolderTier):
             logger.warning("slab %08x cannot be written to: %s", place.slab.id, error)
             super()._own(place, mine=False)
 
-    def _own_blocks(self, place: SlotPlace, entries: npt.NDArray[np.void]) -> list[BlockKey]:
+    def _own_blocks(
+        self, place: SlotPlace, entries: npt.NDArray[np.void], before: Set[BlockKey]
+    ) -> list[BlockKey]:
         self._generation = max(self._generation, int(entries["generation"].max(initial=0)))
-        return super()._own_blocks(place, entries)
+        return super()._own_blocks(place, entries, before)
 
     def _lose(self, places: Collection[SlotPlace], fate: Fate) -> None:
         mine = [place for place in places if place.mine]

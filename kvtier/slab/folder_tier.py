@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -211,7 +211,8 @@ class FolderTier(SlabTier):
             return
         if update.table is not None:
             before = self._forget_place(place) if known else set()
-            keys = self._own_blocks(place, layout.read_entries(update.table, slab.header.slots))
+            entries = layout.read_entries(update.table, slab.header.slots)
+            keys = self._own_blocks(place, entries, before)
             if self._opened:
                 found = {key for key in keys if self._where.get(key) in place.slots}
                 gone = before.difference(self._where)
@@ -248,10 +249,12 @@ class FolderTier(SlabTier):
             slot in slots for slot in self._pins
         )
 
-    def _own_blocks(self, place: SlotPlace, entries: npt.NDArray[np.void]) -> list[BlockKey]:
-        """A slab of the dead is ours now, with all it holds but what is being read at the moment:
-        those slots are their readers' until the last unpin. Answers with what it holds, be it known
-        from elsewhere, too."""
+    def _own_blocks(
+        self, place: SlotPlace, entries: npt.NDArray[np.void], before: Set[BlockKey]
+    ) -> list[BlockKey]:
+        """A slab of the dead is ours now, with all it holds. What is being read at the moment, and
+        is no longer what it was `before`, is its readers' until the last unpin. Answers with what
+        the slab holds, be it known from elsewhere, too."""
         self._own(place, mine=True)
         if not place.mine:
             return []
@@ -259,18 +262,37 @@ class FolderTier(SlabTier):
         held = np.zeros(len(entries), bool)
         held[[slot - base for slot in self._pins if slot in slots]] = True
         bad = np.flatnonzero((entries["state"] == layout.BAD) & ~held)
-        valid = layout.committed(entries)
-        valid = valid[~held[valid]]
+        there = layout.committed(entries)
+        valid, read = there[~held[there]], there[held[there]]
         used = layout.last_used(entries)
         valid = valid[np.argsort(used[valid], kind="stable")]
         keys = layout.keys_of(entries[valid])
         copies = self._adopt((valid + base).tolist(), keys, array("d", used[valid].tobytes()))
+        read = read[self._still_offered((read + base).tolist(), entries[read], before)]
+        valid = np.append(valid, read)
         self._survived(valid + base, used[valid], entries["uses"][valid])
         held[valid] = held[bad] = True
         self._quarantine.extend((bad + base).tolist())
         self._make_free((np.flatnonzero(~held) + base).tolist())
         self._on_dropped(copies)  # else a block that is dropped for good would come back by them
+        self._make_free(copies)
         return keys
+
+    def _still_offered(
+        self, slots: Sequence[int], entries: npt.NDArray[np.void], before: Set[BlockKey]
+    ) -> list[int]:
+        """Offer on what is read while its slab becomes ours; answers with the rows of that."""
+        keys, dropped = layout.keys_of(entries), self._dropped_pinned
+        rows = [
+            row
+            for row, (slot, key) in enumerate(zip(slots, keys, strict=True))
+            if key in before and dropped.get(key) == slot
+        ]
+        for key in (keys[row] for row in rows):
+            self._where[key] = dropped.pop(key)
+        if rows:
+            self._use([slots[row] for row in rows], [keys[row] for row in rows])
+        return rows
 
     def _see_changes(
         self, place: SlotPlace, slots: Sequence[int], keys: Sequence[BlockKey]

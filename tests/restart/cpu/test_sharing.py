@@ -88,6 +88,26 @@ def test_what_dies_with_an_engine_is_adopted(tmp_path: Path) -> None:
         assert served(a, make_keys(20)) == make_keys(20)
 
 
+def test_what_is_read_or_held_twice_while_it_is_adopted_is_served_on(tmp_path: Path) -> None:
+    read, both = make_keys(10), make_keys(10, start=10)
+    with opened(tmp_path, blocks=BLOCKS) as a:
+        with child(STORER, tmp_path, BLOCKS) as process:
+            expect(process, "stored")
+            assert comes(lambda: here(a, read) == 10, a)
+            a.prepare_load(read)
+            a.forget(both)
+            put(a, both)  # its own, while the neighbour has them, too
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        assert comes(lambda: a._places.alone, a)
+        assert served(a, read + both) == read + both
+        a.complete_load(read)
+        assert served(a, read + both) == read + both
+        stats = a.stats()
+        assert (stats.blocks, stats.pinned) == (20, 0)
+        assert stats.free == a._places.own_slots - 20, "the second copies are room again"
+
+
 STORER = """
 from support.tiers.cpu_regions import BACKEND, CONTEXT, put, settings
 context = type(CONTEXT)(CONTEXT.namespace, "child")

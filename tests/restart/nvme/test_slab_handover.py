@@ -51,6 +51,7 @@ def test_what_is_read_while_its_slab_is_adopted_is_not_overwritten(tmp_path: Pat
     mine.tier.complete_load(read)
     mine.tier.flush()
     mine.tier.refresh()
+    assert mine.read(keys) == [keys[0]], "what was read and not dropped is served on"
     after = mine.tier.prepare_store(make_keys(8, start=200))
     assert len(after.keys) == 8
     assert set(spec.places) < places(after), "who has been read is room again"

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.backends.cpu import BACKEND, CpuSettings, CpuTier
+from kvtier.backends.cpu.folder import CpuFolder
+from kvtier.backends.cpu.medium import CpuHandler, Region
+from kvtier.backends.cpu.memory import NewMemory
+from kvtier.eviction import create_policy
 from kvtier.interfaces.backend import TierContext
+from kvtier.record.record import record_bytes
 from kvtier.settings import ByteSize, Capacity, Persistence
+from kvtier.slab.folder import FolderLimits
+from kvtier.slab.keeper import SlabKeeper
+from kvtier.system.disk import Disk
 from kvtier.testing.subject import NAMESPACE, fill, prove
 from kvtier.types import BlockKey, Presence
-from support.tiers.nvme_rig import child, expect
+from support.tiers.nvme_rig import SLAB_BLOCKS, SMALL_FILES, child, expect
 
 CONTEXT = TierContext(NAMESPACE, "test")
 
@@ -24,6 +33,30 @@ def settings(folder: Path, blocks: int = 8, keep: bool = True) -> CpuSettings:
         eviction="lru",
         persistence=Persistence.KEEP if keep else Persistence.DISCARD,
     )
+
+
+class Engine:
+    """A tier with its handler. No keeper thread: a test says when the keeper works."""
+
+    _count = itertools.count()
+
+    def __init__(self, root: Path, *, blocks: int) -> None:
+        self.root = root
+        context = TierContext(NAMESPACE, f"engine-{next(self._count)}")
+        slot, slabs = record_bytes(NAMESPACE.payload_bytes), -(-blocks // SLAB_BLOCKS)
+        capacity = blocks * (slot + 64) + slabs * 4096 + SMALL_FILES
+        memory = NewMemory(root, (), huge_pages=False, serving=False)
+        folder = CpuFolder(root, context, Disk(), memory, capacity)
+        limits = FolderLimits(
+            capacity=capacity, free_floor=0, slot_bytes=slot, slab_bytes=SLAB_BLOCKS * slot
+        )
+        self.keeper = SlabKeeper(folder, limits)
+        self.tier = CpuTier(self.keeper, folder, create_policy("lru"), keep_s=0.0)
+        self.handler = CpuHandler(Region.attach(folder.region.path))
+
+    def close(self) -> None:
+        self.handler.close()
+        self.tier.close()
 
 
 @contextlib.contextmanager
