@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -73,17 +74,18 @@ class AbandonableCalls:
         while (item := self._waiting.get()) is not None:
             call, result = item
             try:
-                result.set_result(call())
+                answer = partial(result.set_result, call())
             except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
-                result.set_exception(error)
-            finally:
-                if not result.done():  # this thread ends
-                    with self._lock, contextlib.suppress(ValueError):
-                        self._threads.remove(threading.current_thread())
-                    result.set_exception(RuntimeError(f"{self._name} has given up"))
-            del item, call, result  # what they hold belongs to the caller
-            with self._lock:
+                answer = partial(result.set_exception, error)
+            except BaseException:  # this thread ends
+                with self._lock, contextlib.suppress(ValueError):
+                    self._threads.remove(threading.current_thread())
+                result.set_exception(RuntimeError(f"{self._name} has given up"))
+                raise
+            with self._lock:  # before the caller goes on, who may have another call
                 self._idle += 1
+            answer()
+            del item, call, result, answer  # what they hold belongs to the caller
 
     def close(self) -> None:
         """End the threads as soon as their calls have ended; waits for a moment only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -93,8 +94,9 @@ class Setting:
 def test_one_thread_looks_out_for_all(staging: int | None) -> None:
     setting = Setting(staging)
     assert setting.host.often.wait(HANGS_S)
-    late = setting.host.looked[LOOKS * ROWS // 2 :]
-    assert len(set(late)) == 1
+    end, lately = time.monotonic() + HANGS_S, LOOKS * ROWS // 2
+    while len(set(setting.host.looked[-lately:])) > 1:  # a thread that wakes late looks once
+        assert time.monotonic() < end
     setting.copier.close()
 
 

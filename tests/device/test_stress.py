@@ -19,7 +19,7 @@ from kvtier.device.records import RankRecords
 from kvtier.interfaces.mover import TransferKind
 from kvtier.slab import layout as table
 
-PAGE, LAYERS, BLOCKS, SLOTS = 512, 2, 200, 24
+PAGE, LAYERS, BLOCKS, SLOTS = 512, 2, 200, 64
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.processes.cli_world import flip
+from support.tiers.nvme_rig import open_files
 
 from kvtier import Stack, block_key, load_config
 from kvtier.amounts import size
@@ -267,7 +268,7 @@ def test_a_stack_that_gets_too_few_threads_holds_nothing(
 
     refused = 0
     for refused in range(100):
-        left, before = refused, len(list(Path("/proc/self/fd").iterdir()))
+        left, before = refused, open_files()
         with monkeypatch.context() as meanwhile:
             meanwhile.setattr(threading.Thread, "start", limited)
             try:
@@ -275,7 +276,7 @@ def test_a_stack_that_gets_too_few_threads_holds_nothing(
             except (RuntimeError, KVTierError):
                 ours = [each for each in threading.enumerate() if each.name.startswith("kvtier")]
                 assert joined(ours, 60), "those that end by themselves have ended"
-                assert len(list(Path("/proc/self/fd").iterdir())) == before
+                assert open_files() == before
             else:
                 break
     assert refused >= 3, "of each tier's keeper at least"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -91,12 +92,13 @@ def test_a_running_engine_heeds_it(stack: Path, prompts: Path) -> None:
     with Stack.open(stack, ENGINE, serving=True) as opened:
         tier = opened.chain.tiers[1]
         run("pin", "--prompts", prompts, "-c", stack)
-        tier._between_rounds()  # type: ignore[attr-defined]  # its keeper does that all the time
-        opened.chain.poll()
+        end = time.monotonic() + 60
+        while list(tier.retained_for(PINNED)) != KEYS and time.monotonic() < end:
+            opened.chain.poll()
         assert list(tier.retained_for(PINNED)) == KEYS
         command("pin", "--remove", "-c", stack)
-        tier._between_rounds()  # type: ignore[attr-defined]
-        opened.chain.poll()
+        while tier.stats().retained and time.monotonic() < end:
+            opened.chain.poll()
         assert tier.stats().retained == 0
 
 

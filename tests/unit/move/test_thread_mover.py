@@ -137,17 +137,19 @@ class TestThreadMover(MoverContract):
         assert rig.empty(2, range(4))
 
     def test_a_relay_that_is_read_too_late_does_not_wait_for_its_target(
-        self, rig: MoverRig
+        self, rig: MoverRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         rig.fill(1, range(4))
         for tier, slots in ((1, range(4)), (2, [9])):
             rig.media[tier].hold(slots)
         busy = rig.store([9], 2)
         rig.media[2].next_call()
-        relay = rig.relay(range(4), seconds=0.2)
+        relay = rig.relay(range(4))
         for _ in range(2):
             rig.media[1].next_call()
         assert rig.outcomes(rig.load([5], seconds=0.2)) == [Outcome.TIMEOUT]
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * SOON)
+        monkeypatch.setattr(batch_carrier, "time", later)
         rig.media[1].release()
         assert rig.outcomes(relay) == [Outcome.TIMEOUT] * 4
         rig.media[2].release()

@@ -6,10 +6,12 @@ import functools
 import gc
 import threading
 import weakref
+from concurrent.futures import Future
 
 import pytest
 
-from kvtier.system.calls import AbandonableCalls
+from kvtier.system import calls as calls_module
+from kvtier.system.calls import AbandonableCalls, joined
 
 
 class Panic(BaseException):
@@ -38,8 +40,29 @@ def test_a_call_that_is_left_behind_frees_its_thread_when_it_ends() -> None:
             break
         except RuntimeError:  # the threads are just coming back
             continue
+    ended_by(calls)
+
+
+def ended_by(calls: AbandonableCalls) -> None:
+    """Close, and wait for longer than `close` does: until the threads have ended."""
+    threads = list(calls._threads)
     calls.close()
-    assert not [one for one in threading.enumerate() if one.name == "test-calls"]
+    assert joined(threads, 60)
+
+
+def test_who_calls_again_at_once_finds_the_thread_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as there is an answer, whatever the thread has still to do."""
+    calls, free = AbandonableCalls("test-calls", 1), list[int]()
+
+    class Watched(Future[int]):
+        def set_result(self, value: int) -> None:
+            free.append(calls._idle)
+            super().set_result(value)
+
+    monkeypatch.setattr(calls_module, "Future", Watched)
+    assert [calls.run(lambda: 7, 10.0), calls.run(lambda: 8, 10.0)] == [7, 8]
+    assert free == [1, 1]
+    ended_by(calls)
 
 
 def test_whatever_a_call_raises_is_raised_where_it_is_waited_for() -> None:
@@ -78,7 +101,7 @@ def test_nothing_of_a_call_is_held_when_it_has_ended() -> None:
     calls, memory = AbandonableCalls("test-calls", 1), bytearray(10)
     for _ in range(3):
         calls.run(memoryview(memory).tobytes, 10.0)
-    calls.close()
+    ended_by(calls)
     memory.extend(b"x")  # which raises while anybody holds a view
 
 
@@ -97,7 +120,7 @@ def test_what_a_call_that_raised_has_held_is_free_at_once() -> None:
     try:
         with pytest.raises(OSError):
             calls.run(functools.partial(fail, connection), 10.0)
-        calls.close()
+        ended_by(calls)
         del connection
         assert closed() is None
     finally:

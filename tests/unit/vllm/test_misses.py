@@ -383,9 +383,9 @@ class Injector:
             serving.stack.settle()
             for each in asked:
                 serving.chain.tiers[0].forget(serving.keys(each))
-            for _ in range(3):
-                context.loads.observe(1, [Outcome.TIMEOUT], context.clock())
             for each in asked:
+                while not context.loads.down(1, context.clock()):  # it rests for some time only
+                    context.loads.observe(1, [Outcome.TIMEOUT], context.clock())
                 yield MissReason.UNREACHABLE, "nvme", partial(serving.ask, each)
             context.loads.observe(1, [Outcome.OK], context.clock())
 
