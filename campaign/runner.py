@@ -154,6 +154,8 @@ class Runner:
 def _in_process(scenario: Scenario, round: Round) -> Result:
     """Play a round in a child: one that dies or hangs is a finding, and leaves nothing behind."""
     child = Child(lambda say: _play(scenario, round, say))
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(child.pid, child.pid)  # as it does itself, perhaps only later
     quiet = heard = 0
     try:
         while quiet < _LOOKS and child.listen(scenario.limit_s / _LOOKS):

@@ -192,9 +192,12 @@ class Lease:
     def _has_ended(self) -> bool:
         if self._observed[0] == self.term or self._candidate_for:
             return True
-        holder = self.holder or Term(self._server, LEASE_S)  # which cannot be read
-        late = self.clock() - self._observed_at > PATIENCE * holder.lease_s
-        return late or not holder.server or not writer_ids.may_live(holder.server)
+        holder = self.holder  # None: it cannot be read
+        late = self.clock() - self._observed_at > PATIENCE * (holder.lease_s if holder else LEASE_S)
+        if late or holder is None:
+            return late
+        ours = holder.server == self._server  # a bid of which we heard no answer
+        return ours or not holder.server or not writer_ids.may_live(holder.server)
 
     def acquire(self) -> bool:
         """Become the caretaker, after `look` found none; False if another server was faster. In a

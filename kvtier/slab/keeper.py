@@ -23,6 +23,7 @@ from kvtier.settings import WritePolicy
 from kvtier.slab import layout
 from kvtier.slab.files import (
     NOBODY,
+    FolderBusy,
     SlabFile,
     has_name,
     hide_entry,
@@ -265,9 +266,9 @@ class SlabKeeper:
         """Learn what has changed, unless the tier has enough to take in."""
         if len(self.updates) > _UPDATES_MAX:
             return False
-        began = time.monotonic()
+        began = time.thread_time()
         self._watch.look()
-        self._look_took = time.monotonic() - began
+        self._look_took = time.thread_time() - began
         return True
 
     # -- owning ----------------------------------------------------------------------------
@@ -413,7 +414,7 @@ class SlabKeeper:
         try:
             for slab_id, remove in due.copy():
                 if remove or slab_id not in by_slab:
-                    with self._problems.tolerated():
+                    with self._problems.tolerated((OSError, FolderBusy)):
                         self._hand_over(slab_id, remove)
                         due.remove((slab_id, remove))
         finally:

@@ -157,7 +157,7 @@ class SlabWatch:
             # to be adopted, and learnt from then; if by another, what is known already counts
             self.known[slab_id] = Known(slab, False, table=known.table if known else b"")
             return
-        if abs(now - changed) < _RECENT_NS:  # one of the future is a clock's that was wrong
+        if now - _RECENT_NS < changed < time.time_ns() + _RECENT_NS:  # later: a clock was wrong
             changed = 0
         slots, keys = changes(known.table if known else b"", table, slab.header.slots)
         self.known[slab_id] = Known(slab, False, changed, table)

@@ -279,8 +279,10 @@ class MediumContract:
 
     def test_nobody_else_may_read_or_write(self, rig: Rig) -> None:
         rig.put(make_keys(BLOCKS))
-        for path in rig.folder.rglob("*"):
-            assert path.stat().st_mode & 0o077 == 0, path
+        for folder, folders, files in os.walk(rig.folder):
+            for path in [Path(folder, name) for name in (*folders, *files)]:
+                with suppress(FileNotFoundError):  # whose keeper goes on working
+                    assert path.stat().st_mode & 0o077 == 0, path
 
 
 def follow(rig: Rig, visible: set[BlockKey]) -> None:
@@ -357,7 +359,10 @@ class TransferContract:
             # What is opened once for all later ones is open by the third round; connections may
             # still be closed by a thread of their own.
             end = time.monotonic() + CLOSED_S
-            while held[-1][0] >= held[min(2, len(held) - 1)][0] + 4 and time.monotonic() < end:
+            base = held[min(2, len(held) - 1)]
+            while time.monotonic() < end and (
+                held[-1][0] >= base[0] + 4 or held[-1][1] >= base[1] + 4
+            ):
                 held[-1] = _open_files(), threading.active_count()
             rig.open()
         assert held[-1][0] < held[2][0] + 4, f"files stay open: {held}"

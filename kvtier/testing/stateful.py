@@ -81,6 +81,7 @@ class TierMachine(RuleBasedStateMachine):
             return
         reservation = self.storing.pop(which % len(self.storing))
         keys = reservation.keys
+        self.tier.flush()  # else what is hidden at the moment may take what is written with it
         assert self.rig.write(reservation) == {}
         failed = failures([key for n, key in enumerate(keys) if n in bad], Outcome.IO_ERROR)
         self.tier.complete_store(keys, failed)

@@ -14,6 +14,7 @@ from support.object.certificates import make_certificate
 from support.object.object_servers import HostileServer, Opener, ServerProcess, serve_body
 from support.object.s3_client_helpers import PATIENT, store_at
 
+from kvtier.backends.object import keeper as keeper_module
 from kvtier.backends.object import lease as lease_module
 from kvtier.backends.object.stores.bucket_store import BucketStore
 from kvtier.backends.object.stores.clouds import BucketSettings
@@ -63,7 +64,14 @@ def moto_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
 
 
 @pytest.fixture
-def moto_server(moto_process: ServerProcess) -> ServerProcess:
+def patient_openings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server on a busy machine may be late; then nothing would be stored at first."""
+    monkeypatch.setattr(lease_module, "_WRITE_S", 60.0)
+    monkeypatch.setattr(keeper_module, "_OPEN_S", 600.0)
+
+
+@pytest.fixture
+def moto_server(moto_process: ServerProcess, patient_openings: None) -> ServerProcess:
     """The mock, with a bucket named "bucket"; what one test leaves there the next may find."""
     object_servers.make_bucket(moto_process)
     return moto_process
@@ -76,7 +84,7 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPr
 
 
 @pytest.fixture
-def brief_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief_settling(monkeypatch: pytest.MonkeyPatch, patient_openings: None) -> None:
     """In a store without conditional puts each opening waits for servers that may be late; a test
     that opens hundreds has none."""
     monkeypatch.setattr(lease_module, "_SETTLE_S", 0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.object.manual_keepers import Clock, LastWins
@@ -13,6 +14,7 @@ from kvtier.backends.object import lease as lease_module
 from kvtier.backends.object import writer_ids
 from kvtier.backends.object.lease import CaretakerReport, Lease, LeaseLost, ServerPresence, Servers
 from kvtier.backends.object.object_names import ServerName, term_name
+from kvtier.backends.object.stores.errors import Unavailable
 from kvtier.backends.object.stores.file_store import FileStore
 
 LEASE_S = 30.0
@@ -115,6 +117,28 @@ def test_a_flipped_digit_is_no_other_report(store: FileStore, digit: bytes, flip
     report = other.look()
     assert report is not None
     assert report.bytes == 7654322
+
+
+def test_who_hears_no_answer_to_its_bid_does_not_wait_for_itself(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, put, answers = candidate(store, Clock()), store.put, [True, False]
+
+    def cut(*args: Any, **more: Any) -> Any:
+        done = put(*args, **more)
+        if not answers.pop(0):
+            raise Unavailable("the connection is cut")
+        return done
+
+    lease.look()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(store, "put", cut)
+        with pytest.raises(Unavailable):
+            lease.acquire()
+    assert lease.look() is None
+    assert lease.acquire()
+    assert lease.term == 2
+    assert lease.confirm() > 0
 
 
 def test_without_conditional_puts_the_last_writer_wins(tmp_path: Path) -> None:

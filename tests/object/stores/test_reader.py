@@ -115,7 +115,7 @@ def test_of_a_machine_that_has_gone_without_a_word_no_connection_is_tried_again(
     server: HostileServer, opened: Opener
 ) -> None:
     """It lost its power, say: nobody closes what was open, and another may have its address."""
-    store = opened(endpoint=server.endpoint, timeouts=Timeouts(10.0, 0.1, 20.0))
+    store = opened(endpoint=server.endpoint, timeouts=Timeouts(10.0, 1.0, 20.0))
     together = threading.Barrier(4)
 
     def reply(peer: Peer, head: bytes) -> None:
@@ -124,12 +124,16 @@ def test_of_a_machine_that_has_gone_without_a_word_no_connection_is_tried_again(
 
     used = noted(server, reply)
     with ThreadPoolExecutor(4) as callers:
-        wait([callers.submit(get, store) for _ in range(4)])
+        asked = [callers.submit(get, store) for _ in range(4)]
+    assert all(each.result() is not None for each in asked)
     before = set(used)
-    used = noted(server, lambda peer, head: None)
+    heard = threading.Semaphore(0)
+    used = noted(server, lambda peer, head: heard.release())
     for _ in range(2):
         with pytest.raises(errors.TimedOut):
             get(store)
+    for _ in range(2):
+        assert heard.acquire(timeout=30)
     assert [one in before for one in used] == [True, False]
 
 

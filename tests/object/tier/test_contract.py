@@ -4,14 +4,9 @@ import pytest
 from support.object.object_servers import ServerProcess
 from support.object.object_subjects import FOLDER, BucketSubject
 
-from kvtier.backends.object import keeper as keeper_module
 from kvtier.testing.contract import TierContract
 
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mock on a busy machine needs seconds for a listing, before which nothing is stored."""
-    monkeypatch.setattr(keeper_module, "_OPEN_S", 600.0)
+pytestmark = pytest.mark.usefixtures("patient_openings")
 
 
 class TestFolder(TierContract):

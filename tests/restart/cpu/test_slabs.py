@@ -247,17 +247,19 @@ def test_an_engine_whose_folder_is_removed_starts_over_and_so_do_its_workers(
         put(tier, make_keys(3))
         worker = Region.attach(tier.region.path)
         before = tier.region.path
-        shutil.rmtree(root(tmp_path))
+        root(tmp_path).rename(tmp_path / "removed")  # at once: its keeper makes another
+        shutil.rmtree(tmp_path / "removed")
         tier.refresh()
         assert tier.lookup(make_keys(3)) == [Presence.MISS] * 3
-        files = open_files()
-        with tier.region.path.open("rb") as asking:  # whether it is held, as neighbours do
-            fcntl.flock(tier.region._fd, fcntl.LOCK_UN)
-            fcntl.flock(asking, fcntl.LOCK_EX)
-            worker.refresh()
-            fcntl.flock(asking, fcntl.LOCK_UN)
-            fcntl.flock(tier.region._fd, fcntl.LOCK_SH)
-        assert open_files() == files
+        with tier._keeper._mutex:  # which opens files as it looks around
+            files = open_files()
+            with tier.region.path.open("rb") as asking:  # whether it is held, as neighbours do
+                fcntl.flock(tier.region._fd, fcntl.LOCK_UN)
+                fcntl.flock(asking, fcntl.LOCK_EX)
+                worker.refresh()
+                fcntl.flock(asking, fcntl.LOCK_UN)
+                fcntl.flock(tier.region._fd, fcntl.LOCK_SH)
+            assert open_files() == files
         put(tier, make_keys(2, start=50))
         assert served(tier, make_keys(2, start=50)) == make_keys(2, start=50)
         worker.refresh()

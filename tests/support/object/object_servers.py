@@ -124,10 +124,24 @@ class AzureProcess(ServerProcess):
         return f"{super().endpoint}/{AZURE_ACCOUNT}"
 
 
+_MOTO = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+one_at_a_time, put = threading.Lock(), S3Response.put_object
+def put_object(*args, **more):
+    with one_at_a_time:
+        return put(*args, **more)
+S3Response.put_object = put_object
+main()
+"""
+"""It looks whether an object is there, and writes it a moment later: two would win a race."""
+
+
 def moto(folder: Path) -> ServerProcess:
     """The mock that knows conditional put; accepts every signature."""
     return ServerProcess(
-        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        lambda port: [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)],
         folder / "moto.log",
     )
 
