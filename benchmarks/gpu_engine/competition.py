@@ -269,7 +269,8 @@ class Competition:
         )
 
     def _after_kill(self, prompts: Sequence[Prompt], deadline: Deadline) -> None:
-        with self._started(KVTIER, KVTIER, deadline, "start after kill -9") as engine:
+        more = {"load_policy": "always"} if self._quick else {}  # so short a prompt says nothing
+        with self._started(KVTIER, KVTIER, deadline, "start after kill -9", **more) as engine:
             self._again(KVTIER, engine, deadline, "memory kept over kill -9", prompts)
             engine.ask(deadline.left(), "forget")
             self._again(KVTIER, engine, deadline, "memory kept over kill -9, again", prompts)
@@ -278,7 +279,7 @@ class Competition:
     def _from_disk(self, name: str, prompts: Sequence[Prompt], deadline: Deadline) -> None:
         """All of it, even where computing is faster; then, as it is by default, what is faster."""
         self._places.forget_memory()
-        both = ("always",) if self._quick else ("always", "worthwhile")
+        both = ("always",) if self._quick else ("always", "cost_model")
         for loads in both if name == KVTIER else ("",):
             more = {"load_policy": loads} if loads else {}
             with self._started(name, name, deadline, **more) as engine:

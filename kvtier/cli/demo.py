@@ -20,7 +20,7 @@ import typer
 
 from kvtier import amounts
 from kvtier.cli import console, options
-from kvtier.cli.signals import ENDING
+from kvtier.cli.signals import ENDING, uninterrupted
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.settings import ByteSize
 from kvtier.system.disk import Disk
@@ -187,7 +187,8 @@ def _write_stack(folder: Path, region: Path) -> Path:
 def _start(folder: Path, model: Path, stack: Path, tokens: int) -> Iterator[Server]:
     _say("starting the server")
     length = ["--max-model-len", str(tokens + 256), "--dtype", "float32", "--enforce-eager"]
-    with Server.start(str(model), stack, length, log=folder / _LOG) as server:
+    log, uncut = folder / _LOG, uninterrupted()
+    with Server.start(str(model), stack, length, log=log, uncut=uncut) as server:
         _say(f"it is up after {server.started_in:.0f} s")
         yield server
 

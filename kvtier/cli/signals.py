@@ -78,7 +78,8 @@ def uninterrupted(clock: Callable[[], float] = time.monotonic) -> Iterator[None]
             first_at = min(first_at, clock())
         pending.append(number)
 
-    before = {number: signal.signal(number, remember) for number in ENDING}
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in heard}
     try:
         yield
     finally:

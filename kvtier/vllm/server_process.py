@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Self
@@ -82,8 +83,11 @@ class Server:
         *,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        uncut: AbstractContextManager[None] | None = None,
     ) -> Self:
-        """Start a server on a free port and wait until it answers; without a stack, plain vLLM."""
+        """Start a server on a free port and wait until it answers; without a stack, plain vLLM.
+        What may end the caller at any time waits for as long as the block `uncut` lasts: a process
+        that it does not know yet would live on."""
         taken = _take_port()
         port = taken.getsockname()[1]
         flags = [*flags, "--host", "127.0.0.1", "--port", str(port)]
@@ -92,20 +96,22 @@ class Server:
         else:
             command = [sys.executable, "-P", "-m", "kvtier", "serve", model]
             command += ["--config", str(stack), "--", *flags]
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # In development mode vLLM offers to empty its cache.
-                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
-            )
-        server = cls(process, taken, log)
+        server = None
         try:
+            with log.open("ab") as output, uncut or contextlib.nullcontext():
+                process = subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    # In development mode vLLM offers to empty its cache.
+                    env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
+                )
+                server = cls(process, taken, log)
             server._wait_until_up()
         except BaseException:
-            server.kill()
+            if server is not None:
+                server.kill()
             raise
         return server
 
@@ -180,7 +186,7 @@ class Server:
             if not waiting and now == last:
                 return
             last = now
-            time.sleep(0.6)  # the counters are told twice a second
+            time.sleep(1.1)  # the counters are told twice a second, if nothing keeps them
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -313,7 +313,7 @@ def test_what_fails_is_a_miss(sglang: Sglang, right: list[list[int]]) -> None:
     check()
     os.kill(mover_of(engine), signal.SIGKILL)
     check()
-    shutil.rmtree(sglang.world.blocks)
+    sglang.world.lose_disk()
     check()
     for seed in range(3, 9):
         engine.generate(prompts=[prompt(seed, 900)], tokens=1)

@@ -362,7 +362,7 @@ def main() -> None:
             stack = {"version": 1, "name": f"{requests}-{decoded}", "tiers": [cpu, nvme]}
             transfer = kvtier(stack)
             transfer["kv_connector_extra_config"]["offload_prompt_only"] = not decoded
-            engine = StubEngine(model, transfer, requests * 64 + 16, requests)
+            engine = StubEngine(model, transfer, requests * 1024 + 16, requests)
             try:
                 engine.begin(requests, 300, spread=False)
                 found[f"{requests} {decoded}"] = engine.calls(4 * BLOCK_TOKENS)

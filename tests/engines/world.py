@@ -26,11 +26,11 @@ class World:
         self._engines: list[Engine] = []
 
     def stack(self, *, capacity: str = "64MiB", **more: Any) -> dict[str, Any]:
-        """CPU and NVMe; `more` is given to the NVMe tier."""
+        """CPU and NVMe, which may be slow on a busy machine; `more` is given to the NVMe tier."""
+        more = {"load_deadline": "2min"} | more
         nvme = {"kind": "nvme", "path": str(self.blocks), "capacity": "512MiB", "free_floor": 0}
         cpu = {"kind": "cpu", "path": str(self.region), "capacity": capacity}
-        if "load_deadline" in more:
-            cpu["load_deadline"] = more["load_deadline"]
+        cpu["load_deadline"] = more["load_deadline"]
         return {
             "version": 1,
             "name": "test",
@@ -44,8 +44,15 @@ class World:
         bucket = self.folder / "bucket"
         bucket.mkdir(exist_ok=True)
         stack = self.stack()
-        stack["tiers"].append({"kind": "object", "url": bucket.as_uri(), "capacity": "1GiB"})
+        store = {"kind": "object", "url": bucket.as_uri(), "capacity": "1GiB"}
+        stack["tiers"].append(store | {"load_deadline": "2min"})
         return {**stack, "across_degrees": True, **more}
+
+    def lose_disk(self) -> None:
+        """While an engine lives: at once, as it makes another folder."""
+        gone = self.blocks.with_name("gone")
+        self.blocks.rename(gone)
+        shutil.rmtree(gone)
 
     def lose_tiers(self, count: int) -> None:
         """CPU memory, or that and NVMe; no engine is left of them."""

@@ -7,6 +7,7 @@ of streams and the proofs are those of real direct reads.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,8 @@ class Stage:
             },
         )
         self.copier.jobs.submit(job)
-        self.copier.jobs.wait([1])
         while not (results := self.copier.jobs.poll()):
-            pass
+            time.sleep(0.0005)
         return results[0].outcomes
 
     def record(self, position: int) -> bytes:

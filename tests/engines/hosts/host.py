@@ -32,7 +32,7 @@ class Host(Slowed):
         super().__init__()
         self._llm: Any = None
         self._serial = self._which = 0
-        self._ended: list[dict[str, Any]] = []
+        self._ended: dict[str, dict[str, Any]] = {}
 
     def start(
         self, pretend: str | None = None, pooling: str | None = None, **arguments: Any
@@ -49,6 +49,11 @@ class Host(Slowed):
             arguments["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
         fixed = {"enforce_eager": True, "seed": 0, "disable_log_stats": False}
         self._llm = LLM(**(fixed | arguments))
+        connector = self._core.scheduler.connector
+        for each in getattr(connector, "_connectors", [connector]):
+            manager = getattr(getattr(each, "connector_scheduler", None), "manager", None)
+            if adapters := getattr(manager, "_adapters", None):
+                adapters._look_wait_s = SETTLE_S  # files may be read slowly
         return {"pid": os.getpid()}
 
     # -- requests
@@ -99,8 +104,9 @@ class Host(Slowed):
         steps: int = 3,
         adapter: tuple[str, int, str] | None = None,
         hints: list[tuple[str, dict[str, Any]]] | None = None,
-    ) -> None:
-        """Send a request, perhaps with hints, and step until what it loads is under way."""
+    ) -> str:
+        """Send a request, perhaps with hints, and step until what it loads is under way; its
+        name."""
         engine = self._llm.llm_engine
         self._serial += 1
         given, parameters = {"prompt_token_ids": prompt}, self._greedy(tokens, limits)
@@ -108,7 +114,8 @@ class Host(Slowed):
         more = {} if hints is None else {"kv_hints": _envelope(hints)}
         engine.add_request(name, given, parameters, lora_request=tuned, **more)
         for _ in range(steps):
-            engine.step()
+            self._note_ended(engine.step())
+        return name
 
     def converse(
         self,
@@ -168,15 +175,18 @@ class Host(Slowed):
 
         kvtier.vllm.deferrals.WAIT_S = kvtier.vllm.deferrals.QUERY_WAIT_S = patience
 
-    def end(self) -> dict[str, Any]:
-        """Step until one of the requests that were begun has ended."""
+    def end(self, of: str | None = None) -> dict[str, Any]:
+        """Step until one of the requests that were begun has ended, or this one."""
         engine = self._llm.llm_engine
-        while not self._ended:
+        while not self._ended if of is None else of not in self._ended:
             outputs = engine.step()
-            self._ended += [_shown(output) for output in outputs if output.finished]
+            self._note_ended(outputs)
             if not outputs:
                 time.sleep(0.001)  # as vLLM's own process does while all requests wait
-        return self._ended.pop(0)
+        return self._ended.pop(of or next(iter(self._ended)))
+
+    def _note_ended(self, outputs: list[Any]) -> None:
+        self._ended |= {each.request_id: _shown(each) for each in outputs if each.finished}
 
     def ignored_hints(self) -> dict[str, int]:
         """How many hints were not understood, by why."""
@@ -345,13 +355,17 @@ class Host(Slowed):
         manager._look_up = look_up
         return looked
 
+    def load_no_probes(self) -> None:
+        """Load nothing more to see how long it takes."""
+        for link in self._manager.costs._links.values():
+            link.next_probe = float("inf")
+
     def record_crowds(self) -> None:
         """Note how many wait behind each request that the engine asks about, from now on; and load
-        nothing more to see how long it takes: what is given up is asked about again."""
+        no probes: what is given up is asked about again."""
         self._crowds: list[int] = []
+        self.load_no_probes()
         costs = self._manager.costs
-        for link in costs._links.values():
-            link.next_probe = float("inf")
         observe = costs.observe_waiting
 
         def note(requests: int) -> None:
@@ -440,12 +454,18 @@ class Host(Slowed):
             "requests": len(manager._requests),
             "busy": manager.has_pending_work,
             "mistakes": guard.caught,
-            "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+            "descriptors": min(map(_open_files, range(20))),
             "region": manager._region,
             "namespace": dict(manager.stack.namespace.facts),
             "chunk_tokens": max(shape.tokens for shape in manager.shapes.values()),
             "free_blocks": self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
+
+
+def _open_files(turn: int) -> int:
+    """How many there are now: threads open some for a moment."""
+    time.sleep(0.005 if turn else 0.0)
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def _go_easy_on_processors() -> None:

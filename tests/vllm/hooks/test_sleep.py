@@ -104,10 +104,10 @@ def test_nobody_waits_for_the_tiers_below(sleeper: Sleeper) -> None:
     """A request ends, and its blocks are served, while none of them can be written to disk."""
     mover = sleeper.engine.mover()
     os.kill(mover, signal.SIGSTOP)
-    sleeper.engine.begin(prompt=PROMPTS[1], tokens=TOKENS)
-    assert sleeper.engine.end()["tokens"] == sleeper.expected[sleeper.own][1]["tokens"]
+    (found,) = sleeper.engine.generate(prompts=[PROMPTS[1]], tokens=TOKENS)
     facts = sleeper.engine.facts()
     os.kill(mover, signal.SIGCONT)
+    assert found["tokens"] == sleeper.expected[sleeper.own][1]["tokens"]
     assert facts["busy"]
     assert facts["pending"] == 0
 

@@ -118,6 +118,7 @@ def test_a_router_knows_what_each_tier_has(
             router.listen(engine)
             assert (router.has(CPU), router.has(STORAGE)) == ([], hits)
             engine.forget_everything()
+            engine.look_around()  # the disk has room again
             engine.generate(prompts=[PROMPT[:9]])  # what happens beside steps is told in the next
             router.listen(engine)
             assert (router.has(CPU), router.has(STORAGE), engine.described()) == ([], [], 0)

@@ -38,17 +38,17 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
         }
     with world.engine(folder, **two) as first, world.engine(folder, stack=stack) as second:
         check(ask(first, of_two), expected[0], [0, 0])
-        first.settle()
+        assert first.settle()
         second.look_around()
         check(ask(second, of_two), expected[0], HITS)
         assert second.facts()["chain"]["hits"][1:] == [0, 0], "all was in its neighbour's memory"
         check(ask(second, of_one), expected[1], [0, 0])
-        second.settle()
+        assert second.settle()
         first.look_around()
         check(ask(first, of_one), expected[1], HITS)
         assert first.facts()["chain"]["hits"][1:] == [0, 0]
         for engine in (first, second):
-            engine.settle()
+            assert engine.settle()
             facts = engine.facts()
             assert (facts["failed_loads"], facts["failed_stores"], facts["mistakes"]) == (0, 0, 0)
             engine.kill()
@@ -66,6 +66,7 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
             hits = facts["chain"]["hits"]
             assert hits[tier] == sum(hits)
             assert (facts["failed_loads"], facts["mistakes"]) == (0, 0)
+            assert engine.settle()  # what was not in the store is there then
             engine.kill()
     records = list((world.folder / "bucket").glob("*/blocks/*/*/*"))
     parts = {Header.read(each.read_bytes()).parts for each in records}

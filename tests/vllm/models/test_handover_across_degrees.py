@@ -60,7 +60,7 @@ def memory_of_all(world: World) -> list[dict[str, Any]]:
 def memory_of_each_and_a_bucket(world: World, server: ServerProcess) -> list[dict[str, Any]]:
     """Two stacks, for two machines that share a bucket."""
     bucket = {"kind": "object", "url": "s3://bucket/kv", "endpoint": server.endpoint}
-    bucket |= {"capacity": "1GiB", "refresh": "200ms"}
+    bucket |= {"capacity": "1GiB", "refresh": "2s"}
     # processors may be busy
     bucket |= {"idle_timeout": "60s", "load_deadline": "60s", "store_deadline": "5min"}
     stacks = []

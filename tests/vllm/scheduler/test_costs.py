@@ -10,7 +10,7 @@ from engines.world import World, prompt
 
 PROMPTS = [prompt(300 + seed, 1100) for seed in range(5)]
 HIT = 1024
-SLOWER = 20
+SLOWER = 10
 """How much longer a read takes then than a prompt to compute."""
 
 
@@ -22,7 +22,7 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
         "mover": {"mode": "threads"},
     }
     with world.engine(model(family), stack=stack, max_num_batched_tokens=1024) as engine:
-        engine.slow_prefill(pause=0.2)  # so small a model may be quicker than a busy disk
+        engine.slow_prefill(pause=0.6)  # so small a model may be quicker than a busy disk
         cold = engine.generate(prompts=PROMPTS)
         reference = [each["tokens"] for each in cold]
         engine.settle()
@@ -40,6 +40,7 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
         assert ask_disk() == [HIT] * len(PROMPTS)
         pause = max(3.0, SLOWER * engine.costs()["prefill_seconds"])
         engine.slow_reads(pause=pause)
+        engine.load_no_probes()
         # One slow load may be chance, two are not: unless a busy disk was slow just before them.
         assert ask_disk()[3:] == [0, 0]
         costs = engine.costs()
@@ -69,6 +70,7 @@ def test_a_load_that_several_wait_for_hides_nobody(
     head = prompt(1, HIT)
     sharing = [[*head, *prompt(400 + seed, 76)] for seed in range(2)]
     with world.engine(model("llama"), stack=stack, max_num_batched_tokens=1024) as engine:
+        engine.slow_prefill(pause=0.5)
         reference = [each["tokens"] for each in engine.generate(prompts=[*sharing, *PROMPTS])]
         engine.settle()
         engine.forget_engine_cache()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +107,7 @@ def test_files_cut_short(served: Served) -> None:
         os.truncate(slab, 4096)
     served.only_on_disk()
     served.ask(2)
+    assert served.engine.settle()
     after = served.facts()
     assert after["failed_loads"] == before["failed_loads"] + 1
     assert sum(after["chain"]["failures"][1].values()) > sum(
@@ -211,7 +211,7 @@ def test_nothing_can_be_written(served: Served) -> None:
 
 def test_folder_removed(served: Served) -> None:
     served.known(9)
-    shutil.rmtree(served.world.blocks)
+    served.world.lose_disk()
     served.only_on_disk()
     served.ask(9)
     served.ask(10)

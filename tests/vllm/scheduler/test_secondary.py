@@ -227,7 +227,7 @@ def test_what_fails_is_a_miss(native: Native, right: list[list[int]]) -> None:
     os.kill(engine.mover(), signal.SIGKILL)
     assert engine.forget_memory()
     assert tokens(engine.generate(prompts=PROMPTS, tokens=TOKENS)) == right
-    shutil.rmtree(native.world.blocks)
+    native.world.lose_disk()
     for seed in range(3, 12):
         engine.generate(prompts=[prompt(seed, 900)], tokens=1)
     assert engine.forget_memory()

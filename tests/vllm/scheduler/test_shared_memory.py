@@ -42,11 +42,13 @@ def test_the_first_request_for_what_a_neighbour_has_computed_is_a_hit(
     ):
         assert [each["tokens"] for each in one.generate(prompts=PROMPTS)] == reference
         assert one.settle()
+        two.look_around()
+        begun = []
         for number, each in enumerate(PROMPTS):
-            two.begin(prompt=each, tokens=16, steps=1)
+            begun.append(two.begin(prompt=each, tokens=16, steps=1))
             if number == 2:
                 one.kill()  # -9, while this is being loaded
-        found = [two.end() for _ in PROMPTS]
+        found = [two.end(of=each) for each in begun]
         assert [each["tokens"] for each in found] == reference
         assert [each["cached"] for each in found] == [1024] * len(PROMPTS)
         least = CHUNKS * 3  # it may have adopted the dead one's memory before the last two loads
