@@ -218,7 +218,7 @@ def test_ctrl_z_and_fg(terminal: Terminal) -> None:
 
 def test_an_engine_that_outlives_its_server_is_ended(tmp_path: Path) -> None:
     """As one of vLLM's that was still starting; this one does not heed the first call, too."""
-    with contextlib.closing(Terminal(tmp_path, "careless", left_s=3.0)) as careless:
+    with contextlib.closing(Terminal(tmp_path, "careless", left_s=2.0)) as careless:
         engine = os.pidfd_open(careless.engine)
         careless.keeper.terminate()
         assert [careless.next(), careless.next()] == ["server SIGTERM", "engine SIGTERM"]

@@ -77,7 +77,7 @@ def test_an_attempt_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> N
     said: list[str | None] = []
 
     def ask() -> None:
-        said.append(probe(tmp_path, seconds=8, command=python(_HELD)))
+        said.append(probe(tmp_path, seconds=5, command=python(_HELD)))
 
     engine = threading.Thread(target=ask, daemon=True)
     engine.start()

@@ -66,7 +66,8 @@ def test_one_rank_two_ranks_and_back(world: World, model: Callable[..., Path], f
             hits = facts["chain"]["hits"]
             assert hits[tier] == sum(hits)
             assert (facts["failed_loads"], facts["mistakes"]) == (0, 0)
-            assert engine.settle()  # what was not in the store is there then
+            if tier == 1:
+                assert engine.settle()  # what was not in the store is there then
             engine.kill()
     records = list((world.folder / "bucket").glob("*/blocks/*/*/*"))
     parts = {Header.read(each.read_bytes()).parts for each in records}

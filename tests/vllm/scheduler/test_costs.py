@@ -10,7 +10,7 @@ from engines.world import World, prompt
 
 PROMPTS = [prompt(300 + seed, 1100) for seed in range(5)]
 HIT = 1024
-SLOWER = 10
+SLOWER = 6
 """How much longer a read takes then than a prompt to compute."""
 
 
@@ -22,7 +22,7 @@ def test_a_slow_tier_is_left_alone(world: World, model: Callable[..., Path], fam
         "mover": {"mode": "threads"},
     }
     with world.engine(model(family), stack=stack, max_num_batched_tokens=1024) as engine:
-        engine.slow_prefill(pause=0.6)  # so small a model may be quicker than a busy disk
+        engine.slow_prefill(pause=0.4)  # so small a model may be quicker than a busy disk
         cold = engine.generate(prompts=PROMPTS)
         reference = [each["tokens"] for each in cold]
         engine.settle()
@@ -70,7 +70,7 @@ def test_a_load_that_several_wait_for_hides_nobody(
     head = prompt(1, HIT)
     sharing = [[*head, *prompt(400 + seed, 76)] for seed in range(2)]
     with world.engine(model("llama"), stack=stack, max_num_batched_tokens=1024) as engine:
-        engine.slow_prefill(pause=0.5)
+        engine.slow_prefill(pause=0.3)
         reference = [each["tokens"] for each in engine.generate(prompts=[*sharing, *PROMPTS])]
         engine.settle()
         engine.forget_engine_cache()
