@@ -70,7 +70,7 @@ def test_a_new_engine_gets_its_room_and_takes_no_memory_beside(
         put(a, keys)
         before = here(a, keys)
         with opened(tmp_path, B, BLOCKS) as b:
-            assert comes(lambda: b.has_room, b), "an idle engine gives it at once"
+            assert comes(lambda: b.has_room, b), "an idle engine gives it"
             capacity = settings(tmp_path, BLOCKS).capacity.resolve(0)
             assert used_bytes(tmp_path) <= capacity
             assert here(b, keys) + BLOCKS // 4 >= before, "what was in it is still there"
